@@ -134,11 +134,29 @@ def test_imports_go_downwards(module):
     assert up == set()
 
 
+# The rooms of resharding/, lowest first.
+RESHARDING = [
+    *("views", "sizes", "map_file", "name_map", "total", "state", "digests", "stages"),
+    *("rows", "inputs", "receipts", "execute", "plan"),
+]
+
+
+def test_rooms_of_resharding_import_downwards():
+    rooms = [f"shardspec.resharding.{room}" for room in RESHARDING]
+    assert {m for m in MODULES if m.startswith("shardspec.resharding.")} == set(rooms)
+    up = {
+        (importer, name)
+        for importer, name, _ in edges()
+        if importer in rooms and name in rooms and rooms.index(name) > rooms.index(importer)
+    }
+    assert up == set()
+
+
 # The rooms of checkpoint/, lowest first; single modules where they are apart from their room.
 ROOMS = [
     *("storage", "catalog", "convert.numeric", "convert.copy", "compare.coverage"),
     *("convert.sidecars", "state.state_dict", "torch_files", "formats", "open"),
-    *("convert.select", "convert.layout", "quantization", "convert.prepare", "state", "compare"),
+    *("convert.select", "convert.layout", "quantization", "state", "compare"),
     *("convert.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
 ]
 

@@ -182,8 +182,8 @@ def test_a_mesh_cannot_be_changed():
 def test_axes_by_number_and_by_name():
     mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
     assert [mesh.axis(a) for a in (0, 1, "dp", "tp")] == [0, 1, 0, 1]
-    assert [mesh.axis_label(a) for a in (0, 1)] == ["dp", "tp"]
-    assert DeviceMesh(range(8), (2, 4)).axis_label(1) == "1"
+    assert mesh.axis_labels() == ["dp", "tp"]
+    assert DeviceMesh(range(8), (2, 4)).axis_labels([1]) == ["1"]
     assert mesh.group(6, ["tp"]) == mesh.group(6, [1]) == (4, 5, 6, 7)
     assert mesh.groups(["dp"]) == ((0, 4), (1, 5), (2, 6), (3, 7))
 

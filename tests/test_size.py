@@ -8,20 +8,20 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43455, 198),
-    "shardspec/checkpoint": (18096, 75),
-    "shardspec/cli": (3305, 15),
-    "shardspec/comm": (4008, 22),
-    "shardspec/explorer": (223, 2),
+    "shardspec": (43511, 197),
+    "shardspec/checkpoint": (18091, 74),
+    "shardspec/cli": (3306, 15),
+    "shardspec/comm": (4037, 22),
+    "shardspec/explorer": (229, 2),
     "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
-    "shardspec/layout": (4708, 21),
-    "shardspec/mesh": (1112, 5),
+    "shardspec/layout": (4712, 21),
+    "shardspec/mesh": (1109, 5),
     "shardspec/parallel": (333, 2),
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4541, 14),
-    "shardspec/tensor": (3309, 16),
-    "tests": (54828, 341),
+    "shardspec/resharding": (4531, 14),
+    "shardspec/tensor": (3344, 16),
+    "tests": (54794, 341),
 }
 
 

@@ -219,7 +219,7 @@ def cost_command(
         rows = [row for _, row, _ in distinct.values()]
         header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
         line_of = dict(zip(distinct, lines, strict=True))
-        links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+        links = model.links_text(mesh.axis_labels())
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
         aside = f"per device; {model.link_model} model; {links}\naccuracy: {accuracy}"
         say(_with_option(aside))

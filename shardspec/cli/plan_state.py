@@ -98,8 +98,8 @@ def _under_layout(
     dtype: str | None,
 ) -> "tuple[Catalog, dict[str, Layout]]":
     """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
-    from shardspec.checkpoint.convert.prepare import mapped_source
     from shardspec.checkpoint.convert.select import Choice
+    from shardspec.checkpoint.quantization import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 

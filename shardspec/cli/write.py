@@ -11,7 +11,7 @@ import click
 
 from shardspec.checkpoint.compare.inspect import repeated_layers
 from shardspec.checkpoint.convert import output as conversion
-from shardspec.checkpoint.convert.prepare import WriteReport, with_numbers
+from shardspec.checkpoint.convert.output import WriteReport
 from shardspec.checkpoint.convert.select import Choice
 from shardspec.checkpoint.formats import (
     Way,
@@ -20,6 +20,7 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
+from shardspec.checkpoint.quantization import with_numbers
 from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts

@@ -98,6 +98,9 @@ class LinkPreset:
 
 
 _KEYS: Final = ("per_node", "memory_gb_per_s", "between")
+_LINK_KEYS: Final = {
+    *("latency_us", "gb_per_s", "start_us", "port", "error_percent", "sizes", "curves")
+}
 _ABOUT: Final = ("scope", "basis", "confidence", "source", "valid_for", "read_on")
 
 
@@ -139,6 +142,10 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
 
 
 def _link(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
+    if unknown := set(record) - _LINK_KEYS:
+        raise ProfileError(
+            f"a link has {shown(min(unknown))}; known: {', '.join(sorted(_LINK_KEYS))}"
+        )
     if port not in (None, "device", "node"):
         raise ProfileError(f"port is {shown(port)}; give 'device' or 'node'")
     latency, start = (_scaled(key, record[key], 1e6) for key in ("latency_us", "start_us"))

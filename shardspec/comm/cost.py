@@ -221,53 +221,17 @@ class CostModel:
                 name = f"no links given: assuming {preset} for {named}"
                 text = str(replace(link, name=name))
             texts.append(text)
+        nodes, per_node = self.group(range(len(self.links)))
+        if nodes > 1 and len({*self.links}) > 1:
+            texts.append(f"{nodes} hosts of {per_node} devices")
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
         return "; ".join(texts)
 
     def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
-        each = [(self.links[axis].latency_s, self._per_byte(self.links[axis])) for axis in axes]
+        each = [(self.links[axis].latency_s, _per_byte(self, self.links[axis])) for axis in axes]
         return max(alpha for alpha, _ in each), max(beta for _, beta in each)
-
-    def pair(self, axis: int) -> Line:
-        """Return the line of sending to one device while receiving from another, along an axis."""
-        link = self.links[axis]
-        known = link.curves if self.link_model == "ring" else ()
-        for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
-            if curve.kind == PERMUTE_KIND or (curve.kind, curve.devices) == ("all-to-all", 2):
-                # In a measured all-to-all of two devices, each sends half of its buffer.
-                fixed, slope = min(curve.lines, key=lambda line: line[1])
-                return fixed, slope * (1 if curve.kind == PERMUTE_KIND else 2)
-        return link.start_s + link.latency_s, self._per_byte(link)
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that an exchange takes to start."""
-        axes = self._long(range(len(self.links)))
-        return max((self.links[axis].start_s for axis in axes), default=0.0)
-
-    def apart(self, cut: Iterable[int]) -> tuple[int, ...]:
-        """Return the axes with a slower link than an axis that cuts the source.
-
-        Replicas along these axes do not share the sending of an exchange, which would slow it down.
-
-        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
-        >>> model.apart([1]), model.apart([0])
-        ((0,), ())
-        """
-        links = [self.slowest([axis]) for axis in range(len(self.links))]
-        least = [min(of_axes) for of_axes in zip(*(links[a] for a in self._long(cut)), strict=True)]
-        axes = self._long(range(len(links)) if least else ())
-        return tuple(axis for axis in axes if any(map(gt, links[axis], least)))
-
-    def on(self, axes: Sequence[int]) -> "CostModel":
-        """Return the model of a mesh reduced to some axes; the others must have one device."""
-        return replace(
-            self,
-            mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
-            links=tuple(self.links[axis] for axis in axes),
-        )
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those of some axes that have more than one device, ascending."""
@@ -275,12 +239,6 @@ class CostModel:
 
     def _count(self, axes: Iterable[int]) -> int:
         return prod(self.mesh_shape[axis] for axis in axes)
-
-    def _per_byte(self, link: Link) -> float:
-        """Return the seconds per byte of a link, whose port the devices of a node may share."""
-        each = zip(self.mesh_shape, self.links, strict=True)
-        inside = prod(other.per_node if other.port else n for n, other in each)
-        return link.seconds_per_byte * (inside if link.port == "node" else 1)
 
     def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
         """Return the links of a group inside its nodes, and those between its nodes."""
@@ -340,7 +298,10 @@ class CostModel:
     ) -> tuple[Line, ...]:
         """Return the lines of a group of several nodes with `per_node` devices each."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
-        latency, beta = self._ring(kind, across)[0], max(self._per_byte(link) for link, _ in across)
+        latency, beta = (
+            self._ring(kind, across)[0],
+            max(_per_byte(self, link) for link, _ in across),
+        )
         if curve is None and kind == "all-to-all":
             return (self._ring(kind, inside + across),)
         if curve is None:
@@ -367,15 +328,65 @@ class CostModel:
             for differing in chain(*(combinations(tier, k + 1) for k in range(len(tier)))):
                 peers = prod(n - 1 for _, n in differing)
                 fixed += peers * max(link.latency_s for link, _ in differing)
-                per_byte += peers / n * max(self._per_byte(link) for link, _ in differing)
+                per_byte += peers / n * max(_per_byte(self, link) for link, _ in differing)
             return start + fixed, per_byte
         messages = (2 if kind == "all-reduce" else 1) * (n - 1)
         received = share(kind, n) * whole(kind, n)
         if self.link_model == "shared-bus":
             received *= prod(self.mesh_shape)
         alpha = max(link.latency_s for link, _ in tier)
-        beta = max(self._per_byte(link) for link, _ in tier)
+        beta = max(_per_byte(self, link) for link, _ in tier)
         return start + messages * alpha, float(received) * beta
+
+
+def _per_byte(model: CostModel, link: Link) -> float:
+    """Return the seconds per byte of a link, whose port the devices of a node may share."""
+    each = zip(model.mesh_shape, model.links, strict=True)
+    inside = prod(other.per_node if other.port else n for n, other in each)
+    return link.seconds_per_byte * (inside if link.port == "node" else 1)
+
+
+def pair_line(model: CostModel, axis: int) -> Line:
+    """Return the line of sending to one device while receiving from another, along an axis."""
+    link = model.links[axis]
+    known = link.curves if model.link_model == "ring" else ()
+    for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
+        if curve.kind == PERMUTE_KIND or (curve.kind, curve.devices) == ("all-to-all", 2):
+            # In a measured all-to-all of two devices, each sends half of its buffer.
+            fixed, slope = min(curve.lines, key=lambda line: line[1])
+            return fixed, slope * (1 if curve.kind == PERMUTE_KIND else 2)
+    return link.start_s + link.latency_s, _per_byte(model, link)
+
+
+def exchange_start(model: CostModel) -> float:
+    """Return the seconds that an exchange takes to start."""
+    each = zip(model.mesh_shape, model.links, strict=True)
+    return max((link.start_s for n, link in each if n > 1), default=0.0)
+
+
+def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
+    """Return the axes with a slower link than an axis that cuts the source.
+
+    Replicas along these axes do not share the sending of an exchange, which would slow it down.
+
+    >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
+    >>> slower_axes(model, [1]), slower_axes(model, [0])
+    ((0,), ())
+    """
+    links = [model.slowest([axis]) for axis in range(len(model.links))]
+    wide = [axis for axis, n in enumerate(model.mesh_shape) if n > 1]
+    least = [min(of_axes) for of_axes in zip(*(links[a] for a in {*cut} & {*wide}), strict=True)]
+    return tuple(axis for axis in wide if least and any(map(gt, links[axis], least)))
+
+
+def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
+    """Return the model of a mesh reduced to some axes; the others must have one device."""
+    shape, links = model.mesh_shape, model.links
+    return replace(
+        model,
+        mesh_shape=tuple(shape[axis] for axis in axes),
+        links=tuple(links[axis] for axis in axes),
+    )
 
 
 def accuracy_text(links: Iterable[Link]) -> str:

@@ -14,7 +14,7 @@ from typing import Final
 from shardspec.comm.cluster import Cluster, slowest_link
 from shardspec.comm.cluster_file import LinkPreset, read_links
 from shardspec.comm.curves import Link
-from shardspec.errors import MeshError
+from shardspec.errors import MeshError, ProfileError
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _FOLDER: Final = Path(__file__).with_name("links")
@@ -48,9 +48,20 @@ def _preset(name: str) -> LinkPreset:
 
 
 def link_between(preset: LinkPreset) -> Link | None:
-    """Return the link between the hosts of a preset; None if it is unknown."""
+    """Return the link between the hosts of a preset; None if it is unknown.
+
+    Raises `ProfileError` if the file names no preset of such a link.
+    """
     joining = preset.between
-    return link_preset(joining).link if isinstance(joining, str) else joining
+    if not isinstance(joining, str):
+        return joining
+    try:
+        link = link_preset(joining).link
+    except MeshError as error:
+        raise ProfileError(f"{preset.name}: between: {error}") from None
+    if link.port is None:
+        raise ProfileError(f"{preset.name}: {joining} joins no hosts; name another as between")
+    return link
 
 
 def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], Cluster]:

@@ -22,7 +22,13 @@ from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan import STEP_COLORS, ConversionPlan, step_kind, step_text
+from shardspec.layout.plan import (
+    STEP_COLORS,
+    ConversionPlan,
+    communicating_moves,
+    step_kind,
+    step_text,
+)
 from shardspec.mesh.device_mesh import DeviceMesh
 
 MAX_PAGE_DEVICES: Final = 32
@@ -216,7 +222,7 @@ def _plans(
         return None
     plans = list(converter.alternatives(source, target, _PLANS))
     naive = naive_plan(source, target, model)
-    if all(plan.communicating != naive.communicating for plan in plans):
+    if all(communicating_moves(plan) != communicating_moves(naive) for plan in plans):
         plans.append(naive)
-    place = [plan.communicating for plan in plans].index(naive.communicating)
+    place = [communicating_moves(plan) for plan in plans].index(communicating_moves(naive))
     return [place, *([moves.setdefault(m, len(moves)) for m in plan.moves] for plan in plans)]

@@ -12,7 +12,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.dot import dot_text
 from shardspec.layout.layout import Layout, OwnSpec, SpecLike
-from shardspec.layout.plan import ConversionPlan, Move
+from shardspec.layout.plan import ConversionPlan, Move, communicating_moves, plan_of_moves
 from shardspec.layout.pricing import Prices, prices_to_search, states_of
 from shardspec.layout.search import cheapest_plan, too_many
 from shardspec.layout.spec import ShardingSpec
@@ -165,7 +165,7 @@ class LayoutConverter:
         plans = {_moved(best): best}
         slices = [edge for edge, step in prices.steps.items() if isinstance(step, Slice)]
         for path in islice(graph.cheapest_paths(prices.space, slices, move, *ends, count), count):
-            plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
+            plan = plan_of_moves(source, _moves_along(prices, path, source), best.model)
             plans.setdefault(_moved(plan), plan)
         return tuple(plans.values())[:count]
 
@@ -341,7 +341,7 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
     """Return both ends of every communicating move, by which plans are distinguished."""
-    return tuple((before, after) for _, before, after in plan.communicating)
+    return tuple((before, after) for _, before, after in communicating_moves(plan))
 
 
 def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> Iterator[Move]:

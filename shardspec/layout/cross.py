@@ -19,7 +19,7 @@ import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.cluster import Cluster, busiest_seconds, slowest_link
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import CostModel, exchange_start, slower_axes
 from shardspec.comm.steps import Exchange
 from shardspec.comm.transfers import distance_of, exchange_routes
 from shardspec.dtypes import item_bytes
@@ -93,7 +93,7 @@ def exchange_to(
         return _crossing(before.mesh, after.mesh, model)
     plain = before.spec.is_plain and after.spec.is_plain
     cut = map(int, before.spec.axes) if plain else range(len(model.links))
-    return Exchange(tuple(range(before.mesh.ndim)), model.apart(cut))
+    return Exchange(tuple(range(before.mesh.ndim)), slower_axes(model, cut))
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +105,7 @@ def _crossing(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Exchange:
         # Where no host has devices of both, all holders are equally far.
         nearest = hosts[0] & hosts[1] and len(hosts[0] | hosts[1]) > 1
         return Exchange((), (), cluster.per_node if nearest else 0)
-    return Exchange((), model.apart(range(len(model.links))))
+    return Exchange((), slower_axes(model, range(len(model.links))))
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
@@ -197,7 +197,7 @@ def _boxes_seconds(
         seconds = max(peers.values()) * latency + sum(n for *_, n in messages) * per_byte
     else:
         seconds = busiest_seconds(messages, link, _cluster_of(*meshes, model))
-    return model.start_s + seconds + model.copy_s * _max_live_elements(have, wanted) * item
+    return exchange_start(model) + seconds + model.copy_s * _max_live_elements(have, wanted) * item
 
 
 def _cluster_of(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Cluster | None:
@@ -386,6 +386,6 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
         hosts = [set(cluster.by_host(mesh.ids)) for mesh in meshes]
         numbers = [cluster.far, *([cluster.near] if hosts[0] & hosts[1] else [])]
     alpha, beta = map(min, zip(*numbers, strict=True))
-    alpha += model.start_s
+    alpha += exchange_start(model)
     least: Floats = (amount > 0) * alpha + amount * item_bytes(leaving.layout.dtype) * beta
     return least

@@ -254,7 +254,7 @@ class Layout:
                 idle.append(device)
         notes = [f"nothing is held by {ids_text(idle)}"] if idle else []
         for partial in self.spec.partials:
-            axis = self.mesh.axis_label(int(partial.axis))
+            axis = self.mesh.axis_labels()[int(partial.axis)]
             notes.append(f"pending over axis {axis}: the {partial.op} of what its devices hold")
         return Picture(self.title, cells, notes)
 

@@ -7,7 +7,7 @@ from shardspec.comm.steps import AllGather, AllReduce, Slice
 from shardspec.layout.cross import exchange_to
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan import ConversionPlan, Move
+from shardspec.layout.plan import ConversionPlan, Move, plan_of_moves
 from shardspec.layout.spec import ShardingSpec
 
 
@@ -28,7 +28,7 @@ def naive_plan(
         moves += naive_moves(gathered, target.spec, target_model or model)
     elif source != target:
         moves += naive_moves(source, target.spec, model)
-    return ConversionPlan.of_moves(source, moves, model, target_model)
+    return plan_of_moves(source, moves, model, target_model)
 
 
 def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:

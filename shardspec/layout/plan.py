@@ -75,14 +75,9 @@ class ConversionPlan:
         return tuple((step, before, after) for step, (before, after) in ends)
 
     @property
-    def communicating(self) -> tuple[tuple[Step, Layout, Layout], ...]:
-        """The moves that are not slices; slices are local and can be reordered."""
-        return tuple(move for move in self.moves if not isinstance(move[0], Slice))
-
-    @property
     def step_seconds(self) -> tuple[float, ...]:
         """Modelled seconds of every step."""
-        return tuple(step_seconds(*move, self.model_between(*move[1:])) for move in self.moves)
+        return tuple(step_seconds(*move, model_between(self, *move[1:])) for move in self.moves)
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
@@ -108,15 +103,6 @@ class ConversionPlan:
     def peak_bytes(self) -> int:
         """The most bytes a device holds at once."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
-
-    def model_between(self, before: Layout, after: Layout) -> CostModel:
-        """Return the cost model of a step between two layouts of the plan, in either direction."""
-        if self.target_model is None:
-            return self.model
-        of_mesh = {self.target.mesh: self.target_model, self.source.mesh: self.model}
-        if before.mesh == after.mesh:
-            return of_mesh[before.mesh]
-        return common_model(before.mesh, after.mesh, of_mesh[before.mesh], of_mesh[after.mesh])
 
     @property
     def known_error(self) -> str:
@@ -226,18 +212,32 @@ class ConversionPlan:
         )
         return f"{title}\n{table}\nper device; {links}\naccuracy: {self.known_error}"
 
-    @classmethod
-    def of_moves(
-        cls,
-        source: Layout,
-        moves: Iterable[Move],
-        model: CostModel,
-        target_model: CostModel | None = None,
-    ) -> "ConversionPlan":
-        """Return the plan of moves from a layout."""
-        moves = list(moves)
-        layouts = (source, *(layout for _, layout in moves))
-        return cls(tuple(step for step, _ in moves), layouts, model, target_model)
+
+def plan_of_moves(
+    source: Layout,
+    moves: Iterable[Move],
+    model: CostModel,
+    target_model: CostModel | None = None,
+) -> ConversionPlan:
+    """Return the plan of moves from a layout."""
+    moves = list(moves)
+    layouts = (source, *(layout for _, layout in moves))
+    return ConversionPlan(tuple(step for step, _ in moves), layouts, model, target_model)
+
+
+def communicating_moves(plan: ConversionPlan) -> tuple[tuple[Step, Layout, Layout], ...]:
+    """Return the moves that are not slices; slices are local and can be reordered."""
+    return tuple(move for move in plan.moves if not isinstance(move[0], Slice))
+
+
+def model_between(plan: ConversionPlan, before: Layout, after: Layout) -> CostModel:
+    """Return the cost model of a step between two layouts of a plan, in either direction."""
+    if plan.target_model is None:
+        return plan.model
+    of_mesh = {plan.target.mesh: plan.target_model, plan.source.mesh: plan.model}
+    if before.mesh == after.mesh:
+        return of_mesh[before.mesh]
+    return common_model(before.mesh, after.mesh, of_mesh[before.mesh], of_mesh[after.mesh])
 
 
 def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> float:
@@ -266,10 +266,10 @@ def known_error(plans: Iterable[ConversionPlan]) -> str:
     links: dict[Link, None] = {}
     unknown: dict[str, None] = {}
     for plan in plans:
-        for step, before, after in plan.communicating:
+        for step, before, after in communicating_moves(plan):
             if not step_bytes(step, before, after):  # as over an axis of one device
                 continue
-            model = plan.model_between(before, after)
+            model = model_between(plan, before, after)
             link = model.measured_link(step, before.max_local_bytes)
             if link is not None:
                 links[link] = None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shardspec.layout.plan import ConversionPlan, step_text
+from shardspec.layout.plan import ConversionPlan, communicating_moves, step_text
 from shardspec.text import bytes_text, seconds_text, table_text
 
 
@@ -40,7 +40,7 @@ def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
     """Say in a sentence what a plan avoids, and how much of it."""
     if not plan.steps:
         return "nothing to do, and nothing to avoid"
-    if plan.communicating == naive.communicating:
+    if communicating_moves(plan) == communicating_moves(naive):
         return "this is the naive plan: here no other is cheaper"
     whole = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
     lead = "takes another way" if whole else "avoids gathering the whole tensor"

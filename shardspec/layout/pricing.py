@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import CostModel, model_on_axes, slower_axes
 from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
@@ -130,7 +130,9 @@ def states_of(tensor: Layout) -> int:
 
 def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
     """Return the exchange from one spec to another on the same mesh."""
-    return Exchange(changed_axes(before, after), model.apart([a for axes in before for a in axes]))
+    return Exchange(
+        changed_axes(before, after), slower_axes(model, [a for axes in before for a in axes])
+    )
 
 
 def changed_axes(*both: Cuts) -> tuple[int, ...]:
@@ -248,7 +250,7 @@ def _routed(
     axes = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     if len(axes) < len(mesh_shape):
         # Axes of one device do not matter, so states that differ only in them share a price.
-        squeezed_seconds = _routed(global_shape, item, model.on(axes), max_work)
+        squeezed_seconds = _routed(global_shape, item, model_on_axes(model, axes), max_work)
         if squeezed_seconds is None:
             return None
         index = space_of(len(axes), dims, ()).index

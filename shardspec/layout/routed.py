@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import CostModel, exchange_start, pair_line, slower_axes
 from shardspec.layout.graph import Floats, Ints
 
 Sides: TypeAlias = tuple[Ints, Ints]
@@ -211,7 +211,7 @@ class Routing:
         dim, so what it gets from them is a product of sums over single dims.
         """
         model, mesh_shape, every = self._model, self._mesh_shape, (1 << len(self._axes)) - 1
-        apart = model.apart([axis for axis in self._axes if used >> axis & 1])
+        apart = slower_axes(model, [axis for axis in self._axes if used >> axis & 1])
         sharing = every & ~used & ~sum(1 << axis for axis in apart)
         replicas = prod(mesh_shape[axis] for axis in self._axes if sharing >> axis & 1)
         unused_then = every & ~self.axis_bits(targets)
@@ -264,14 +264,14 @@ class Routing:
         moving = slope.any(axis=-1, keepdims=True)
         # Pieces are packed and unpacked.
         elements = (self._local(sources) + self._local(targets))[:, None]
-        return fixed + model.start_s * moving, slope + model.copy_s * moving * elements
+        return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
         """Return the lines of permutes to targets with the same boxes, each equally often."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:
-            crossed = (bits >> axis & 1)[None] * np.array(self._model.pair(axis))[:, None]
+            crossed = (bits >> axis & 1)[None] * np.array(pair_line(self._model, axis))[:, None]
             np.maximum(links, crossed, out=links)
         # Few of the many combinations of axes differ in latency and rate.
         kinds, kind_of = np.unique(links[0] + 1j * links[1], return_inverse=True)

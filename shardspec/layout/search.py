@@ -15,7 +15,7 @@ from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import finishing_moves, naive_moves
-from shardspec.layout.plan import ConversionPlan, Move
+from shardspec.layout.plan import ConversionPlan, Move, plan_of_moves
 from shardspec.layout.pricing import (
     changed_axes,
     exchange_between,
@@ -50,7 +50,7 @@ def cheapest_plan(
         )
     if not (source.spec.is_plain and target.spec.is_plain):
         moves = _moves_without_search(source, target, model, target_model)
-        plan = ConversionPlan.of_moves(source, moves, model, target_model)
+        plan = plan_of_moves(source, moves, model, target_model)
         if max_bytes is not None and plan.peak_bytes > max_bytes:
             raise _too_large(source, target, max_bytes, plan.peak_bytes)
         return plan
@@ -63,7 +63,7 @@ def cheapest_plan(
             moves += _moves_on_mesh(after, target, target_model, None)
     else:
         moves = _moves_on_mesh(source, target, model, max_bytes)
-    return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
+    return plan_of_moves(source, _with_slices_joined(moves), model, target_model)
 
 
 def _moves_on_mesh(
@@ -116,7 +116,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
         _moves_without_search(source, target, model),
         list(naive_moves(source, target.spec, model)),
     )
-    plans = [ConversionPlan.of_moves(source, moves, model).cost_seconds for moves in ways]
+    plans = [plan_of_moves(source, moves, model).cost_seconds for moves in ways]
     seconds, sure = min(plans), list(ways[plans[1] < plans[0]])
     start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
     axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}

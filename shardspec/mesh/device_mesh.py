@@ -251,13 +251,10 @@ class DeviceMesh:
             )
         return number
 
-    def axis_label(self, axis: int) -> str:
-        """Return the name of an axis, or its number if axes have no names."""
-        return str(axis) if self.axis_names is None else self.axis_names[axis]
-
     def axis_labels(self, axes: Iterable[int] | None = None) -> list[str]:
-        """Return the labels of axes, by default of all."""
-        return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
+        """Return the names of axes, by default of all; their numbers if they have no names."""
+        labels = self.axis_names or [str(axis) for axis in range(self.ndim)]
+        return list(labels) if axes is None else [labels[axis] for axis in axes]
 
     def __contains__(self, physical_id: object) -> bool:
         return physical_id in self._position
@@ -418,7 +415,7 @@ class DeviceMesh:
         if axis is None and self.ndim > 1:
             raise AxisError(
                 f"mesh {self} has {self.ndim} axes; name one, as in "
-                f"{method}({self.axis_label(0)!r})"
+                f"{method}({self.axis_labels()[0]!r})"
             )
         return self.axis(0 if axis is None else axis)
 

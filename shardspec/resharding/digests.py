@@ -39,7 +39,7 @@ _ROW_BYTES: Final = 1024
 _SEGMENT_BYTES: Final = 1 << 14
 """Longer rows are cut into segments."""
 _STEP_BYTES: Final = 1 << 18
-"""Multiplied at once, in the CPU's cache."""
+"""Bytes processed per step (fits the L2 cache)."""
 _CHUNK_BYTES: Final = 1 << 22
 """Largest part of an array that is copied at once."""
 _MASK: Final = 2**64 - 1
@@ -47,7 +47,7 @@ _VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
 _COVER_BLOCK: Final = 4096
 """Indices of a dim that share the key of a block."""
 _TILE_BYTES: Final = 1 << 20
-"""The same if elements along the last dim are not adjacent in memory, and are put in order."""
+"""Bytes per step for non-contiguous arrays, which are copied first."""
 _TILE_ROW_BYTES: Final = 2048
 """Length of a row of such a tile."""
 

@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from shardspec.comm.agreement import description, failure_text
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.consensus import Failure, raise_first
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.senders import Copy
-from shardspec.comm.together import Failure, raise_first
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.inputs import (
-    DeviceGiven,
-    Given,
+    DeviceInputs,
+    Inputs,
     State,
     Statement,
     agreed_values,
     check_equal,
-    given_to,
+    checked_inputs,
     unequal_pair,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
@@ -55,10 +55,10 @@ def run_reshard(
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling():
             return _run_in_job(plan, state, out, communicator, receipt=receipt, version=version)
-    given = given_to(plan, state, out, plan.devices, alone=False)
-    check_equal(unequal_pair(plan, given.statement.shared, given.devices.values()))
-    values = agreed_values(plan, {0: given.statement.values})
-    shards = {device: DeviceShards(plan, device, each) for device, each in given.devices.items()}
+    inputs = checked_inputs(plan, state, out, plan.devices, alone=False)
+    check_equal(unequal_pair(plan, inputs.statement.shared, inputs.devices.values()))
+    values = agreed_values(plan, {0: inputs.statement.values})
+    shards = {device: DeviceShards(plan, device, each) for device, each in inputs.devices.items()}
     # Devices may share what is filled.
     for each in shards.values():
         each.allocate()
@@ -69,10 +69,10 @@ def run_reshard(
             for wave in stage.waves(None):
                 for sender, message in wave.receives.items():
                     stage.copy(message, stages[sender])
-    results = _results(plan, shards, given) | values
+    results = _results(plan, shards, inputs) | values
     if not receipt:
         return results, None
-    with _marking(given, f"version {version} did not arrive"):
+    with _marking(inputs, f"version {version} did not arrive"):
         return results, receipt_of(plan, shards, lambda message: message, version)
 
 
@@ -86,12 +86,12 @@ def _run_in_job(
     version: int | None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     rank = dist.get_rank()
-    given: Given | None = None
+    inputs: Inputs | None = None
     cause: Exception | None = None
     device_type = ""
     try:
-        given = given_to(plan, state, out, (rank,), alone=True)
-        statement, device_type = given.statement, _device_type(given.devices[rank])
+        inputs = checked_inputs(plan, state, out, (rank,), alone=True)
+        statement, device_type = inputs.statement, _device_type(inputs.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
         cause = error
         statement = Statement(Failure(LayoutError, failure_text(error)), b"", (), 0, False)
@@ -105,13 +105,14 @@ def _run_in_job(
         statements,
     ):
         raise_first({peer: of_peer.failure for peer, of_peer in statements.items()}, cause)
-        assert given is not None, "this rank has not failed either"
+        assert inputs is not None, "this rank has not failed either"
         values = agreed_values(plan, {peer: of_peer.values for peer, of_peer in statements.items()})
         _compare_stages({peer: of_peer.num_stages for peer, of_peer in statements.items()})
         if pairs := sorted({pair for other in statements.values() for pair in other.shared}):
-            unequal = communicator.gather({rank: unequal_pair(plan, pairs, given.devices.values())})
+            own_pair = unequal_pair(plan, pairs, inputs.devices.values())
+            unequal = communicator.gather({rank: own_pair})
             check_equal(next((pair for pair in unequal.values() if pair is not None), None))
-        own = DeviceShards(plan, rank, given.devices[rank])
+        own = DeviceShards(plan, rank, inputs.devices[rank])
         own.allocate()
         casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
         transport = communicator.transport(home, casts=casts)
@@ -122,34 +123,34 @@ def _run_in_job(
         to = f", to version {version}," if receipt else ""
         why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
         try:
-            with _marking(given, why), communicator.moving(transport):
+            with _marking(inputs, why), communicator.moving(transport):
                 transport.move(own.stage(number) for number in range(len(plan.stages)))
         except (CommunicatorError, RuntimeError) as error:
             raise CommunicatorError(f"{why}: {error}") from error
         shards = {rank: own}
-        results = _results(plan, shards, given) | values
+        results = _results(plan, shards, inputs) | values
         if not receipt:
             return results, None
-        with _marking(given, f"version {version} did not arrive"):
+        with _marking(inputs, f"version {version} did not arrive"):
             return results, receipt_of(plan, shards, communicator.gather, version)
 
 
 @contextmanager
-def _marking(given: Given, why: str) -> Iterator[None]:
+def _marking(inputs: Inputs, why: str) -> Iterator[None]:
     """Let DTensors of `out` say that they are not to be read if something is raised."""
     try:
         yield
     except BaseException as error:
-        for value in (given.out or {}).values():
+        for value in (inputs.out or {}).values():
             if isinstance(value, DTensor):
                 value.mark_unusable(f"{why}: {error}")
         raise
 
 
-def _device_type(given: DeviceGiven) -> str:
+def _device_type(inputs: DeviceInputs) -> str:
     """Return the kind of device that all shards of this rank are on; empty if it has none."""
     names: dict[str, str] = {}
-    for shards, label in ((given.source, "{!r}"), (given.out, "out[{!r}]")):
+    for shards, label in ((inputs.source, "{!r}"), (inputs.out, "out[{!r}]")):
         for name, shard in shards.items():
             names.setdefault(shard.device.type, label.format(name))
     if len(names) > 1:
@@ -172,7 +173,7 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 
 
 def _results(
-    plan: StateCopies, of_devices: Mapping[int, "DeviceShards"], given: Given
+    plan: StateCopies, of_devices: Mapping[int, "DeviceShards"], inputs: Inputs
 ) -> dict[str, Any]:
     """Return what was filled, in the order of the state dict."""
     filled: dict[str, Any] = {}
@@ -183,14 +184,14 @@ def _results(
             for d, shard_of in of_devices.items()
             if place in shard_of.target
         }
-        if shards and given.out is not None:
-            filled[move.target_name] = given.out[move.target_name]
+        if shards and inputs.out is not None:
+            filled[move.target_name] = inputs.out[move.target_name]
         elif shards:
             mesh = move.target.mesh
             made = DTensor.from_shards(shards, move.target, communicators.get(mesh))
             communicators[mesh] = made.communicator
             filled[move.target_name] = made
-    places = {name: place for place, name in enumerate(given.names)}
+    places = {name: place for place, name in enumerate(inputs.names)}
     order = {m.target_name: places.get(m.source_name, len(places)) for m in plan.moves}
     return dict(sorted(filled.items(), key=lambda item: order[item[0]]))
 
@@ -198,16 +199,16 @@ def _results(
 class DeviceShards:
     """The shards of one device, and what it does with them."""
 
-    def __init__(self, plan: StateCopies, device: int, given: DeviceGiven) -> None:
+    def __init__(self, plan: StateCopies, device: int, inputs: DeviceInputs) -> None:
         self.plan, self.device = plan, device
         places = list(enumerate(plan.moves))
-        before, after = given.source, given.out
+        before, after = inputs.source, inputs.out
         self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
         self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
-        self._given = tuple(self.target)
+        self._of_out = tuple(self.target)
 
     def allocate(self) -> None:
-        """Make the results that were not given."""
+        """Allocate the results that `out` lacks."""
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):
@@ -220,8 +221,8 @@ class DeviceShards:
                 self.target[place] = made[name]
 
     def clear(self) -> None:
-        """Write zeros to the results that were given and have padding."""
-        for place in self._given:
+        """Write zeros to the tensors of `out` that have padding."""
+        for place in self._of_out:
             if self.plan.moves[place].target_name in self.plan.padded:
                 self.target[place].zero_()
 

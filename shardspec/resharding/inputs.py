@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardspec.comm.consensus import Failure
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.comm.together import Failure
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
@@ -43,8 +43,8 @@ _MAX_WORK: Final = 100_000
 """Steps of the search for a byte that two strided arrays share; a longer search counts as a hit."""
 
 
-class DeviceGiven(NamedTuple):
-    """What one device has of a state dict that is as the plan says."""
+class DeviceInputs(NamedTuple):
+    """The checked shards of one device."""
 
     source: Mapping[str, torch.Tensor]
     """Shards by the names of the source."""
@@ -53,35 +53,35 @@ class DeviceGiven(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """What a process tells the others of a state dict before anything moves."""
+    """Facts of a state dict that a process tells the others before anything moves."""
 
     failure: Failure | None
-    """What is not as the plan says; then all else is empty."""
+    """The error, if a check failed; the other fields are then empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
     shared: tuple[tuple[str, str], ...]
     """Names of the target whose shards in `out` are the same memory."""
     num_stages: int
-    """Stages of the plan, which follow from prices: other processors might round otherwise."""
+    """Number of stages; compared between ranks because prices may round differently."""
     fills: bool
-    """Whether all results are given, so that no memory is made for them."""
+    """True if `out` has all results, so that no memory is allocated for them."""
 
 
-class Given(NamedTuple):
-    """What one process has of a state dict that is as the plan says."""
+class Inputs(NamedTuple):
+    """The checked shards of one process."""
 
-    devices: Mapping[int, DeviceGiven]
+    devices: Mapping[int, DeviceInputs]
     names: Sequence[str]
-    """Those of the state dict, in its order."""
+    """Tensor names in the order of the state dict."""
     out: dict[str, object] | None
-    """What is filled, without nesting."""
+    """Tensors to fill, without nesting."""
     statement: Statement
 
 
-def given_to(
+def checked_inputs(
     plan: StateCopies, state: State, out: State | None, devices: Sequence[int], *, alone: bool
-) -> Given:
-    """Return what this process gives to a plan for some devices.
+) -> Inputs:
+    """Return the shards that this process has for some devices of a plan.
 
     Where its device is `alone` in its process, plain tensors are taken for shards. Raises
     LayoutError if anything is not as the plan says.
@@ -119,14 +119,14 @@ def given_to(
         }
     shared = _shared(plan, read, filled) if flat_out is not None else ()
     kept = {new: state[name] for name, new in plan.values if name in state}
-    given = {
+    inputs = {
         # The values themselves are to lie in memory.
-        device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
+        device: DeviceInputs({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
     values_bytes = pickle.dumps(kept)
     statement = Statement(None, values_bytes, shared, len(plan.stages), flat_out is not None)
-    return Given(given, list(state), flat_out, statement)
+    return Inputs(inputs, list(state), flat_out, statement)
 
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
@@ -248,7 +248,7 @@ def _shared(
 
 
 def unequal_pair(
-    plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceGiven]
+    plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceInputs]
 ) -> tuple[str, str] | None:
     """Return the first pair of names of the target whose sources differ on some devices.
 

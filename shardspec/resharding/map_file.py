@@ -19,10 +19,6 @@ NamesByForm: TypeAlias = Mapping[str, Sequence[str]]
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 _DIGITS: Final = re.compile("[0-9]+")
-_MOST_ENTRIES: Final = 10_000
-"""Of each table."""
-_MOST_CHARACTERS: Final = 1_000
-"""Of a name, a view or a slice."""
 
 _Table: TypeAlias = Mapping[str, object]
 
@@ -44,19 +40,15 @@ def read_map(text: str) -> dict[str, Any]:
         isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
     ):
         raise LayoutError("[sizes] holds numbers, or expressions as text")
-    if len(sizes) > _MOST_ENTRIES:
-        raise LayoutError(f"[sizes] has more than {_MOST_ENTRIES:,} entries")
     types = given.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
     maps = _tables(given, "map", {"source", "target"})
-    unused = _tables(given, "unused", {"source", "unless"})
     return {
         "rules": tuple((_side(table, "source"), _side(table, "target")) for table in maps),
         "sizes": sizes,
         "zeros": tuple(_side(table, "target") for table in _tables(given, "zeros", {"target"})),
-        "unused": tuple(_side(table, "source") for table in unused),
-        "unless": _texts(unused, "unless"),
+        "unused": tuple(_side(table, "source") for table in _tables(given, "unused", {"source"})),
         "model_types": tuple(types),
     }
 
@@ -65,8 +57,6 @@ def _tables(given: _Table, key: str, keys: Collection[str]) -> list[dict[str, ob
     tables = given.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
-    if len(tables) > _MOST_ENTRIES:
-        raise LayoutError(f"there are more than {_MOST_ENTRIES:,} tables [[{key}]]")
     for table in tables:
         if unknown := sorted(table.keys() - set(keys)):
             raise LayoutError(f"[[{key}]] has {', '.join(sorted(keys))}, not {shown(unknown[0])}")
@@ -81,25 +71,8 @@ def _side(table: _Table, end: str) -> Side:
         raise LayoutError(
             f"{end} is a name, or a list of a name, a view and slices of it; not {shown(value)}"
         )
-    if max(map(len, texts)) > _MOST_CHARACTERS or len(texts) > _MOST_CHARACTERS:
-        raise LayoutError(
-            f"{end} {shown(texts[0])}: a name, a view and a slice have {_MOST_CHARACTERS:,} "
-            "characters at most, and a view has as many slices at most"
-        )
     check_pattern(texts[0])
     return tuple(texts)
-
-
-def _texts(tables: Iterable[_Table], key: str) -> dict[int, str]:
-    """Return a text of some tables, by their place."""
-    texts = {}
-    for place, table in enumerate(tables):
-        text = table.get(key)
-        if isinstance(text, str) and text:
-            texts[place] = text
-        elif key in table:
-            raise LayoutError(f"{key} is a name, not {shown(text)}")
-    return texts
 
 
 def placeholders(text: str) -> set[str]:

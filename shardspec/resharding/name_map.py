@@ -23,9 +23,8 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     [[zeros]]                   # what of a target no source fills: padding
     target = ["output.weight", "v c", "v[vocab_size:]"]
 
-    [[unused]]                  # what of a source goes nowhere; but not if `untied` is not 0
+    [[unused]]                  # what of a source goes nowhere
     source = "lm_head.weight"
-    unless = "untied"
 
 What a map names must be in the source.
 """
@@ -87,7 +86,7 @@ class Equation(NamedTuple):
     target: str
     """Name in the target."""
     view: View
-    """Which elements."""
+    """Their places in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +112,10 @@ class NameMap:
     """Sides of the source that go nowhere, on purpose."""
     optional: Collection[int] = frozenset()
     """Indices of rules whose tensors the source may lack."""
-    unless: Mapping[int, str] = field(default_factory=dict)
-    """By which size an entry of `unused` does not count, by its place."""
     model_types: tuple[str, ...] = ()
-    """Of the configs that the map is for; empty if it is for all."""
+    """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """What placeholders stand for, where that is not all numbers from 0 on."""
+    """Numbers that placeholders stand for, if not all from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -150,7 +147,7 @@ class NameMap:
     def reversed(self) -> "NameMap":
         """Return the map from target to source; padding is what then goes nowhere."""
         rules = tuple((target, source) for source, target in self.rules)
-        return replace(self, rules=rules, zeros=(), unused=self.zeros, unless={})
+        return replace(self, rules=rules, zeros=(), unused=self.zeros)
 
     def with_sizes(self, sizes: Mapping[str, object]) -> "NameMap":
         """Return the map with more sizes: numbers by name, or a model's whole config.
@@ -323,13 +320,7 @@ def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, Tenso
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
     """Return which parts of the source go nowhere, on purpose."""
-    sizes = known_sizes(map_.sizes)
-    rules = [
-        side
-        for place, side in enumerate(map_.unused)
-        if not sizes.get(map_.unless.get(place, ""), 0)
-    ]
-    return _sides(map_, rules, source)
+    return _sides(map_, map_.unused, source)
 
 
 def _sides(

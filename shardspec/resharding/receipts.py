@@ -7,18 +7,22 @@ the way by which a box came does not count. Replicas are compared on both sides.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import nan
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
+from shardspec.boxes import Box, box_shape, chunks, slices_within
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.errors import CommunicatorError
-from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.resharding.digests import LANES, Digests, TensorDigest
-from shardspec.resharding.stages import StateCopies, TensorMove, region_of
+from shardspec.resharding.stages import (
+    StateCopies,
+    TensorMove,
+    boxes_of,
+    holders_of,
+    region_of,
+)
 from shardspec.resharding.views import identity_view, parts_of_view
 from shardspec.tensor.shards import bits_of, torch_dtype
 
@@ -95,7 +99,7 @@ def receipt_of(
     for place, move in enumerate(plan.moves):
         name, target = move.target_name, move.target
         zero = TensorDigest(target.dtype, target.global_shape)
-        for box, holders in _holders(move.source).items():
+        for box, holders in holders_of(move.source).items():
             first, *others = holders
             for other in others:
                 if boxes[first].source[place, box] != boxes[other].source[place, box]:
@@ -108,7 +112,7 @@ def receipt_of(
         if name in arrived:
             continue
         arrived[name] = raw[name] = zero
-        for box, (first, *others) in _holders(target).items():
+        for box, (first, *others) in holders_of(target).items():
             for other in others:
                 if boxes[first].target[name, box] != boxes[other].target[name, box]:
                     raise fail(
@@ -132,14 +136,14 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
     cast = {m.target_name for m in plan.moves if m.source.dtype != m.target.dtype}
     for place, shard in shards.source.items():
         move = plan.moves[place]
-        for box in _boxes_of(move.source, shards.device):
+        for box in boxes_of(move.source, shards.device):
             digest = TensorDigest(move.target.dtype, move.target.global_shape)
             for region, part in _as_target(move, shard, box, shards.device):
                 digest = _added(digest, region, part)
             found.source[place, box] = digest
     for place, shard in shards.target.items():
         name, layout = plan.moves[place].target_name, plan.moves[place].target
-        for box in _boxes_of(layout, shards.device):
+        for box in boxes_of(layout, shards.device):
             if (name, box) in found.target:
                 continue
             zero = TensorDigest(layout.dtype, layout.global_shape)
@@ -180,22 +184,3 @@ def _equal_nans(values: torch.Tensor) -> torch.Tensor:
 
 def _added(digest: TensorDigest, region: torch.Tensor, box: Box) -> TensorDigest:
     return digest + TensorDigest.of_box(bits_of(region), box, digest.shape, digest.dtype)
-
-
-@lru_cache(4096)
-def _boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the nonempty boxes of a device; those of two devices are equal or disjoint."""
-    if layout.spec.is_plain:
-        boxes = [layout.box(device)]
-    else:  # parts are kept apart, as one that is replicated may adjoin another
-        boxes = [LayoutCell(layout, cell).box(device) for cell in cells_of(layout)]
-    return [box for box in boxes if box_size(box)]
-
-
-@lru_cache(256)
-def _holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
-    holders: dict[Box, tuple[int, ...]] = {}
-    for device in layout.mesh.ids:
-        for box in _boxes_of(layout, device):
-            holders[box] = (*holders.get(box, ()), device)
-    return holders

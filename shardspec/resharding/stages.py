@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from itertools import groupby
-from operator import attrgetter
+from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
@@ -185,13 +184,10 @@ def state_copies(
     for copy in _needed(moves):
         (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
     ways: list[tuple[PlanStage, ...]] = [(PlanStage(lacking),)]
-    if lacking and _count_hosts(devices, files, cluster) > 1:
+    if _count_hosts(devices, files, cluster) > 1 and _have_choice(lacking, cluster):
         # What is passed on is in the target by then.
         widths = [item_bytes(move.target.dtype) for move in moves]
-        ways[:0] = (
-            staged(lacking, cluster, widths.__getitem__, relays=relays, by_host=by_host)
-            for relays, by_host in _routings(lacking, cluster)
-        )
+        ways[:0] = staged(lacking, cluster, widths.__getitem__)
     stages = ways[0]
     if len(ways) > 1:
         stages = min(ways, key=lambda way: _seconds(way, devices, files, cluster))
@@ -208,27 +204,13 @@ def state_copies(
     return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
 
 
-def _routings(copies: Iterable[Copy], cluster: Cluster) -> list[tuple[bool, bool]]:
-    """Return the options of `staged` (`relays`, `by_host`) that make a difference.
-
-    There are none if every box goes to one device, from holders on one host.
-    """
-    hosts_of = cache(lambda devices: set(map(cluster.host, devices)))
-    twice = relayed = several_hold = False
+def _have_choice(copies: Sequence[Copy], cluster: Cluster) -> bool:
+    """Return whether a box goes to several devices, or is on several hosts."""
+    several = cache(lambda devices: len(cluster.by_host(devices)) > 1)
     # Copies of the same box follow each other.
-    for _, same in groupby(copies, key=attrgetter("places", "box")):
-        first, *others = same
-        several_hold = several_hold or len(hosts_of(first.holders)) > 1
-        if others:
-            twice = True
-            hosts = {cluster.host(copy.receiver) for copy in (first, *others)}
-            relayed = relayed or len(hosts - hosts_of(first.holders)) > 1
-    return [
-        (relays, by_host)
-        for by_host in ((True, False) if several_hold else (False,))
-        for relays in ((True, False) if relayed else (False,))
-        if twice or several_hold
-    ]
+    return any(several(copy.holders) for copy in copies) or any(
+        one.box == other.box and one.places == other.places for one, other in pairwise(copies)
+    )
 
 
 def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
@@ -397,20 +379,15 @@ class _Far(NamedTuple):
 
 
 def staged(
-    copies: Iterable[Copy],
-    cluster: Cluster,
-    width_of: Callable[[int], int],
-    *,
-    relays: bool,
-    by_host: bool,
-) -> tuple[PlanStage, ...]:
-    """Return the same copies in stages, so that each byte enters a host once.
+    copies: Iterable[Copy], cluster: Cluster, width_of: Callable[[int], int]
+) -> list[tuple[PlanStage, ...]]:
+    """Return ways to make the same copies in stages, so that each byte enters a host once.
 
     A host whose own devices have a box copies it inside. What several devices of a host need from
-    elsewhere is divided among them, and each passes its part on inside. With `relays`, what several
+    elsewhere is divided among them, and each passes its part on inside. In some ways, what several
     hosts need leaves the source once: every host gets a part of it first, and passes this on to the
-    others, so that hosts share the sending evenly. With `by_host` the busiest host sends least,
-    else the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
+    others, so that hosts share the sending evenly. In some the busiest host sends least, in others
+    the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
     """
     needed: dict[tuple[int, Box], list[Copy]] = {}
     for copy in copies:
@@ -428,36 +405,45 @@ def staged(
                 receivers[host] = (*receivers.get(host, ()), copy.receiver)
         if receivers:
             far.append(_Far(same[0], receivers))
-    if relays:
-        far = list(_with_centers(far, cluster))
+    ways = [list(_with_centers(far, cluster)), far]
+    ways = [*(list(_from_one_host(way, cluster)) for way in ways), *ways]
+    return [_stages_of(near, way, width_of) for way in ways]
+
+
+def _stages_of(
+    near: Sequence[Copy], far: Iterable[_Far], width_of: Callable[[int], int]
+) -> tuple[PlanStage, ...]:
+    """Return copies inside hosts, and of boxes that hosts lack, in stages."""
     across: list[Copy] = []
     passed: list[Copy] = []
     inside: tuple[list[Copy], list[Copy]] = [], []
-    if by_host:
-        far = list(_from_one_host(far, cluster))
     # Parts go to one device of each host; `late` ones come from the host that got them first.
-    first = [(f.copy, f.receivers[f.center]) for f in far if f.center is not None]
-    first += [(f.copy, ids) for f in far if f.center is None for ids in f.receivers.values()]
     centers = [f for f in far if f.center is not None]
+    first = [(f.copy, f.receivers[f.center]) for f in centers if f.center is not None]
+    first += [(f.copy, ids) for f in far if f.center is None for ids in f.receivers.values()]
     late: list[tuple[Copy, Holders]] = []
     for number, parts in enumerate(_shared(first)):
         for part, relay in parts:
-            across.append(part._replace(receiver=relay))
-            after = part._replace(holders=(relay,), item_bytes=width_of(part.places[0]))
+            box, holders, _, places, item_bytes = part
+            across.append(Copy(box, holders, relay, places, item_bytes))
+            after = Copy(box, (relay,), relay, places, width_of(places[0]))
             inside[0].extend(_to_others(after, first[number][1]))
             if number < len(centers):
                 receivers, center = centers[number].receivers, centers[number].center
                 late += [(after, ids) for host, ids in receivers.items() if host != center]
     for (_, ids), parts in zip(late, _shared(late), strict=True):
-        for part, relay in parts:
-            passed.append(part._replace(receiver=relay))
-            inside[1].extend(_to_others(part._replace(holders=(relay,)), ids))
+        for (box, holders, _, places, item_bytes), relay in parts:
+            passed.append(Copy(box, holders, relay, places, item_bytes))
+            inside[1].extend(_to_others(Copy(box, (relay,), relay, places, item_bytes), ids))
     stages = PlanStage(across, near), PlanStage(passed, inside[0]), PlanStage(inside[1])
     return tuple(stage for stage in stages if any(stage.groups))
 
 
 def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
-    return [copy._replace(receiver=other) for other in receivers if other != copy.holders[0]]
+    box, holders, _, places, item_bytes = copy
+    return [
+        Copy(box, holders, other, places, item_bytes) for other in receivers if other != holders[0]
+    ]
 
 
 def _shared(
@@ -470,6 +456,9 @@ def _shared(
     fixed = list(given)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
     for (copy, numbers), start in zip(items, senders.starts[len(fixed) :], strict=True):
+        if len(numbers) == 1:
+            yield [(copy, numbers[0])]
+            continue
         shares = _divided(senders, copy, numbers, start)
         yield [(copy._replace(places=places, box=box), at) for (at, box), places in shares.items()]
 
@@ -494,16 +483,15 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
         for hosts, item in zip(sources, several, strict=False)
     ]
     for item, hosts, parts in zip(several, sources, _shared(again, demands), strict=False):
-        for part, host in parts:
-            copy = part._replace(item_bytes=item.copy.item_bytes)
-            if host in hosts:
-                # The first time it may come from any host that has it.
-                holders = cluster.by_host(copy.holders)[host]
-                first, *others = item.receivers.items()
-                yield _Far(copy, dict([first]))
-                yield _Far(copy._replace(holders=holders), dict(others))
-            else:
+        for (box, holders, receiver, places, _), host in parts:
+            copy = Copy(box, holders, receiver, places, item.copy.item_bytes)
+            if host not in hosts:
                 yield _Far(copy, item.receivers, host)
+                continue
+            # The first time it may come from any host that has it.
+            first, *others = item.receivers.items()
+            yield _Far(copy, dict([first]))
+            yield _Far(copy._replace(holders=cluster.by_host(holders)[host]), dict(others))
 
 
 def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
@@ -519,10 +507,13 @@ def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
         (copy._replace(item_bytes=copy.item_bytes * count), hosts)
         for (copy, hosts), count in zip(items, times, strict=True)
     ]
-    for item, parts in zip(far, _shared(weighted, relayed), strict=True):
-        for part, host in parts:
-            holders = cluster.by_host(item.copy.holders)[host]
-            copy = part._replace(item_bytes=item.copy.item_bytes, holders=holders)
+    for item, (_, hosts), parts in zip(far, items, _shared(weighted, relayed), strict=True):
+        if len(hosts) == 1:
+            yield item
+            continue
+        by_host = cluster.by_host(item.copy.holders)
+        for (box, _, receiver, places, _), host in parts:
+            copy = Copy(box, by_host[host], receiver, places, item.copy.item_bytes)
             yield item._replace(copy=copy)
 
 

@@ -44,14 +44,14 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MapReport:
-    """What a map does with every element."""
+    """Result of checking a map."""
 
     equations: tuple[Equation, ...]
     problems: tuple[str, ...]
-    """Why it is not total; empty if all that it names exists, and every element of the target is
-    written exactly once."""
+    """Reasons why the map is not total: names that do not exist, and elements of the target that
+    are not written exactly once."""
     unused: tuple[str, ...]
-    """Tensors of the source some of whose elements go nowhere by mistake."""
+    """Source tensors with elements that no rule uses."""
 
     def __bool__(self) -> bool:
         return not (self.problems or self.unused)
@@ -131,10 +131,10 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
 
 
 class Mapped(NamedTuple):
-    """What a map makes of a source."""
+    """Result of applying a map."""
 
     shapes: dict[str, Shape]
-    """Of the target, by name."""
+    """Target shapes by name."""
     dropped: dict[str, Shape]
     """Tensors of the target that are left behind, since all that would make them was."""
     report: MapReport

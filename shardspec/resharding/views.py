@@ -33,13 +33,13 @@ class Factor(NamedTuple):
     """One factor of a dim."""
 
     axis: int
-    """Which dim of the view it is."""
+    """Axis of the view."""
     size: int
     """Its whole size."""
     start: int
     """Where the view begins in it."""
     length: int
-    """How far the view reaches in it."""
+    """Number of indices that the view covers."""
 
 
 class TensorView(NamedTuple):
@@ -243,7 +243,7 @@ def views_of(
     """Return the equation between two views, each followed by slices of its factors.
 
     Factors of the same name are equated; the others are equated in order, if they are equally long.
-    A factor that is one long needs no partner. Raises SpecSyntaxError if a view does not fit its
+    Factors of size 1 need no counterpart. Raises SpecSyntaxError if a view does not fit its
     tensor, or the two do not fit each other.
     """
     source_dims, ours = factors_of(source, source_shape, sizes)

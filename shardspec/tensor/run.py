@@ -20,7 +20,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import ConversionPlan, step_text
+from shardspec.layout.plan import ConversionPlan, model_between, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tracing import StepRecord, is_recording, log_from_environment, record_step
 
@@ -53,7 +53,7 @@ def run_conversion(
                 before, after = after, before
                 if isinstance(step, Exchange):
                     # On the way back, other axes cut the source.
-                    exchange = exchange_to(before, after, plan.model_between(before, after))
+                    exchange = exchange_to(before, after, model_between(plan, before, after))
                     step = replace(step, apart=exchange.apart, per_node=exchange.per_node)
             started = time.perf_counter()
             if step is not None:
@@ -68,7 +68,7 @@ def run_conversion(
                         torch.cuda.synchronize(shard.device)
                 passed = time.perf_counter() - started
                 ranks = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
-                model = plan.model_between(before, after)
+                model = model_between(plan, before, after)
                 record_step(StepRecord(step, before, after, ranks, passed, model, back))
     return shards
 

@@ -19,9 +19,9 @@ from shardspec import (
     plan_reshard,
     reshard,
 )
-from shardspec.checkpoint.convert.prepare import mapped_source
 from shardspec.checkpoint.convert.select import Choice, config_of
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

@@ -9,7 +9,7 @@ import pytest
 from shardspec import DeviceMesh
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.comm.together import Failure, agree
+from shardspec.comm.consensus import Failure, agree
 from shardspec.errors import CheckpointError, OutputExistsError
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, load_sharded, merge, save_sharded
 from shardspec.checkpoint.formats.native import read_info
 from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.comm.consensus import agree
 from shardspec.comm.process_group import communicator_of as of
-from shardspec.comm.together import agree
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.dist.processes import run_ranks
 

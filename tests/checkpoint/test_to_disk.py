@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec import merge, save_sharded
-from shardspec.checkpoint.convert import output
+from shardspec.checkpoint.convert import copy
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.system_calls import write_all
 from shardspec.errors import CheckpointError
@@ -58,7 +58,7 @@ def test_a_full_disk_is_heard_of(tmp_path):
 def test_several_threads_write_one_file(tmp_path, monkeypatch):
     save_sharded({name: torch.full((1 << 14,), ord(name)) for name in "abcd"}, tmp_path / "ckpt")
     merge(tmp_path / "ckpt", tmp_path / "one", threads=1)
-    monkeypatch.setattr(output, "_TASK_BYTES", 1)
+    monkeypatch.setattr(copy, "_TASK_BYTES", 1)
     pwrite, seen, both = os.pwrite, set(), threading.Barrier(2, timeout=30)
 
     def write(fd, data, offset):

@@ -79,8 +79,8 @@ def test_a_table_on_named_links():
         "[S(dp),R]   [R,R]              1      8 KiB   22.57 µs   24 KiB",
         "[R,R]       [R,S(tp,dp)]       1        0 B        0 s   18 KiB",
         "per device; ring model; axis dp ib-ndr-per-gpu: 22.4 µs, 48 GB/s; "
-        "axis tp h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); local "
-        "copies at 1675 GB/s",
+        "axis tp h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); 2 "
+        "hosts of 4 devices; local copies at 1675 GB/s",
         "accuracy: not measured: all-gather of 2 nodes × 1 (priced from tiers)",
     ]
 

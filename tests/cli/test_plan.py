@@ -104,7 +104,7 @@ def test_named_links():
     assert result.stdout.splitlines()[-2] == (
         "per device; ring model; axis 0 ib-ndr-per-gpu: 22.4 µs, 48 GB/s; "
         "axis 1 h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); "
-        "local copies at 1675 GB/s"
+        "2 hosts of 4 devices; local copies at 1675 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
         "accuracy: not measured: all-to-all of 2 nodes × 4 (priced from tiers), local copies"
@@ -119,7 +119,8 @@ def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
     inside = "a100-nvswitch (measured for 2, 4, 8 devices; otherwise 39.5 µs + 144 GB/s)"
     assert result.stdout.splitlines()[-2] == (
         "per device; ring model; axis 0 ib-hdr-per-gpu: 22.4 µs, 24 GB/s; axis 1 ib-hdr-per-gpu: "
-        f"22.4 µs, 24 GB/s; in nodes of 8 each, {inside}; local copies at 1020 GB/s"
+        f"22.4 µs, 24 GB/s; in nodes of 8 each, {inside}; 4 hosts of 8 devices; local copies at "
+        "1020 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
         "accuracy: not measured: all-gather of 2 nodes × 8 (priced from tiers)"

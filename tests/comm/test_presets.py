@@ -5,19 +5,18 @@ import re
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardSpecError
-from shardspec.comm import presets
 from shardspec.comm.cluster_file import Basis, Confidence
+from shardspec.comm.cost import pair_line
 from shardspec.comm.curves import KINDS, Link
 from shardspec.comm.presets import link_between, link_preset, preset_names
 from shardspec.comm.steps import Exchange, Permute
-from shardspec.errors import MeshError
+from shardspec.errors import MeshError, ProfileError
 from shardspec.layout.plan import step_seconds
 from shardspec.profiling.fit import step_of
 
@@ -26,7 +25,7 @@ PRESETS = dict(zip(NAMES, map(link_preset, NAMES), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_file_says_where_it_comes_from_and_how_far_it_holds(name):
+def test_every_file_says_where_it_comes_from_and_how_far_it_holds(name, tmp_path):
     preset = PRESETS[name]
     assert preset.name == name
     assert preset.basis in get_args(Basis)
@@ -37,8 +36,9 @@ def test_every_file_says_where_it_comes_from_and_how_far_it_holds(name):
     assert (preset.inside is None) == (preset.link.port is not None)
     assert not preset.link.curves or (preset.basis, bool(preset.link.error)) == ("measured", True)
     assert json.loads(json.dumps(preset.as_dict()))["name"] == name
-    file = Path(presets.__file__).with_name("links") / f"{name}.toml"
-    assert file.read_text("utf-8") == preset.text()
+    again = tmp_path / f"{name}.toml"
+    again.write_text(preset.text(), "utf-8")
+    assert link_preset(str(again)) == preset
 
 
 def test_records_are_values():
@@ -95,7 +95,7 @@ def test_links_over_nodes_that_nobody_gave_are_said_to_be_assumed():
     assert CostModel.of_mesh(DeviceMesh(range(16), (2, 8))).links_text(["dp", "tp"]) == (
         "no links given: assuming ib-ndr-per-gpu for dp: 22.4 µs, 48 GB/s; "
         "no links given: assuming h100-nvswitch for tp (measured for 2, 4, 8 devices; otherwise "
-        "23 µs + 249 GB/s); local copies at 1675 GB/s"
+        "23 µs + 249 GB/s); 2 hosts of 8 devices; local copies at 1675 GB/s"
     )
 
 
@@ -105,6 +105,15 @@ def test_a_preset_names_what_joins_its_hosts():
     assert link_between(PRESETS["pcie5-x16"]) is None
     for preset in PRESETS.values():
         assert not isinstance(preset.between, str) or PRESETS[preset.between].link.port
+
+
+@pytest.mark.parametrize("between", ["nowhere", "h100-nvswitch"])
+def test_a_file_that_names_no_link_between_hosts(tmp_path, between):
+    path = tmp_path / "own.toml"
+    text = PRESETS["h100-nvswitch"].text().replace('"ib-ndr-per-gpu"', f'"{between}"')
+    path.write_text(text, "utf-8")
+    with pytest.raises(ProfileError, match=f"own: .*{between}"):
+        CostModel.of_mesh(DeviceMesh(range(16)), str(path))
 
 
 def test_groups_over_nodes_say_that_nobody_measured_them():
@@ -296,7 +305,7 @@ def test_a_permute_is_the_all_to_all_of_a_pair(name, microseconds):
     """Each of two devices sends half of its 512 MiB to the other, by nccl-tests."""
     mesh = DeviceMesh(range(2), (2,))
     model = CostModel.from_presets(mesh, [name])
-    fixed, per_byte = model.pair(0)
+    fixed, per_byte = pair_line(model, 0)
     assert fixed + (256 << 20) * per_byte == pytest.approx(microseconds / 1e6, rel=0.08)
     # Another order of the ids is the same boxes on other devices.
     here = Layout(DeviceMesh(range(8), (2, 4)), "[S01]", (1 << 30,), "int8")

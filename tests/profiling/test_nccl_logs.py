@@ -180,6 +180,8 @@ def test_logs_of_two_versions(tmp_path):
         ("per_node = 4", "per_node = 0"),
         ("per_node = 4", "per_node = 4.5"),
         ("gb_per_s = ", "gb_per_s = -"),
+        ("start_us = ", "start_ms = 1\nstart_us = "),
+        ("[between]", "[about]\nsource = 1\n[between]"),
         ("start_us = ", 'start_us = "1" #'),
         ("sizes = [", "sizes = [0, "),
         ("error_percent = [", "error_percent = [1, "),

@@ -72,7 +72,6 @@ TWO = NameMap.parse(
     target = "router.{i}"
     [[unused]]
     source = "head"
-    unless = "untied"
     """
 )
 OWN = """
@@ -112,11 +111,6 @@ def test_numbers_run_as_far_as_a_size_says():
     said = problems(TWO.with_sizes({"layers": 2}), WHOLE)
     assert "has 'a.2.w', but {i} ends at 1, as layers is 2" in said
     assert "lacks 'a.0.w'" in problems(TWO, {"head": (1,)})
-
-
-def test_what_is_unused_on_purpose_depends_on_a_size():
-    assert problems(TWO.with_sizes({"untied": 0}), WHOLE) == ""
-    assert problems(TWO.with_sizes({"untied": 1}), WHOLE) == "head"
 
 
 @pytest.mark.parametrize("name", SHAPES)

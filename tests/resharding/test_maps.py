@@ -252,50 +252,6 @@ def test_faults_are_found_by_the_check_or_by_the_loader(count):
     assert same > min(10, count // 200)
 
 
-def test_what_computes_is_refused_by_name():
-    shapes = {"w": (4, 3)}
-    cases: list[tuple[Any, str]] = [
-        (lambda s: {"out": s["w"] + 1}, "'out' is computed"),
-        (lambda s: {"out": s["w"].float()}, "came out as float32"),
-        (lambda s: {"out": torch.ones_like(s["w"])}, "'out' is computed"),
-        (lambda s: {"out": len(s)}, "is a int"),
-    ]
-    for wrong, says in cases:
-        with pytest.raises(LayoutError) as error:
-            trace_map(wrong, shapes)
-        assert says in str(error.value)
-
-
-def test_tracing_random_permutations_and_cuts():
-    random_ = random.Random(5)
-    for seed in range(60):
-        torch.manual_seed(seed)
-        shape = (4, 6, 3)
-        order = random_.sample(range(3), 3)
-        lo = random_.randrange(3)
-
-        def mix(state, order=order, lo=lo):
-            w = state["a"].permute(order)[lo:]
-            parts = w.reshape(w.shape[0], -1).chunk(2, dim=1)
-            return {"x": torch.cat([parts[1], parts[0]]), "y": state["b"].t().flip(0)}
-
-        equations = trace_map(mix, {"a": shape, "b": (2, 5)})
-        a, b = torch.randn(shape), torch.randn(2, 5)
-        wanted = mix({"a": a, "b": b})
-        got = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-        for e in equations:
-            given = {"a": a, "b": b}[e.source]
-            for at in np.ndindex(*e.view.shape):
-                places = [
-                    side.in_memory(t.stride(), [[(0, n)] for n in t.shape], at)[1]
-                    for side, t in ((e.view.source, given), (e.view.target, got[e.target]))
-                ]
-                value = given.as_strided((), (), places[0])
-                got[e.target].as_strided((), (), places[1]).copy_(value)
-        for name, tensor in wanted.items():
-            assert torch.equal(got[name], tensor.contiguous()), (seed, name)
-
-
 def test_a_tensor_without_elements_is_written():
     map_ = NameMap.parse(
         '[sizes]\ng = 2\n[[map]]\nsource = ["a", "(g d) c"]\ntarget = ["b", "c d g"]'

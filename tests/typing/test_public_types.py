@@ -19,7 +19,7 @@ from shardspec import (
     ReshardPlan,
     ShardingSpec,
 )
-from shardspec.checkpoint.convert.prepare import WriteReport
+from shardspec.checkpoint.convert.output import WriteReport
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.table import CostTable
 

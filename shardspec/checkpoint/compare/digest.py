@@ -43,7 +43,7 @@ from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree
+from shardspec.comm.consensus import agree
 from shardspec.dtypes import bits_type, item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json

@@ -1,8 +1,12 @@
-"""Reading boxes of tensors out of stored boxes, block by block, and checking their digests.
+"""Copies boxes: reads them out of stored boxes, checks and casts them, and writes them to files.
 
 All goes through a buffer that fits the CPU's cache: for files in memory this is faster than a copy
 by the system (copy_file_range), and the bytes can be checked on the way. Memory does not grow with
 the size of a tensor.
+
+To a disk a thread writes all extents of a tensor, so that a stored box is read and checked once
+whatever files it goes to. To a store it writes a whole file, from start to end; it appears when it
+is complete, and a file that it replaces stays until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +34,7 @@ from shardspec.checkpoint.storage.checksums import (
     crc32_combine,
     crc_text,
 )
-from shardspec.checkpoint.storage.path import FileStretch, StoragePath
+from shardspec.checkpoint.storage.path import FileStretch, Identity, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
@@ -38,6 +42,25 @@ from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.convert.numeric import Bytes
+
+import heapq
+from array import array
+from collections import Counter
+from contextlib import ExitStack
+from operator import itemgetter
+from threading import Event
+from typing import TYPE_CHECKING
+
+from shardspec.checkpoint.catalog import Catalog, Extent, RawBytes, Target
+from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
+from shardspec.checkpoint.storage.reading import AHEAD_BYTES, prefetch_map
+from shardspec.dtypes import is_cast
+from shardspec.resharding.digests import TensorDigest
+from shardspec.text import Argument
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.convert.numeric import CastLosses
+
 
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
@@ -350,3 +373,308 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
     counts, steps, steps_in = zip(*outer, strict=True)
     source = np.ndarray(counts, item, data, 0, steps)
     np.copyto(np.ndarray(counts, item, room, part.at, steps_in), source)
+
+
+# --- into the files of an output
+
+
+class Destination(NamedTuple):
+    """Where an output goes."""
+
+    path: StoragePath
+    overwrite: bool = False
+    replaced: frozenset[str] = frozenset()
+    """Names of the files in the directory; it is not replaced if there are others by then."""
+    identity: Identity | None = None
+    """That of the directory to replace: empty if it does not exist, None if it is not known."""
+
+
+_TASK_BYTES: Final = 32 << 20
+"""Least bytes of the tensors that a thread takes at once."""
+_TASKS_AHEAD: Final = 2
+"""Per thread."""
+_MAX_OPEN: Final = 128
+"""Files that a thread has open to be written."""
+
+Written: TypeAlias = list[tuple[str, int, int]]
+"""Name, bytes and CRC-32 of files."""
+Extents: TypeAlias = list[tuple[int, int]]
+"""Pairs of a file index and the index of an extent in it, copied in turn by one thread."""
+
+
+def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
+    """Yield tasks: all extents of a few tensors, or of one file."""
+    # Extents as single numbers: there may be ten million.
+    groups: dict[object, array[int]] = {}
+    for number, file in enumerate(target.files):
+        for place, extent in enumerate(file.extents):
+            key = number if whole_files else extent.tensor.source
+            groups.setdefault(key, array("q")).append(number << 32 | place)
+    task_bytes = 0
+    task: Extents = []
+    for codes in groups.values():
+        extents = [divmod(code, 1 << 32) for code in codes]
+        task += extents
+        task_bytes += sum(target.files[file].extents[at].num_bytes for file, at in extents)
+        if task and (whole_files or task_bytes >= _TASK_BYTES):
+            yield task
+            task, task_bytes = [], 0
+    if task:
+        yield task
+
+
+_Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
+"""What goes into a file, and where."""
+
+
+class Output:
+    """An output that is being written; all threads share it."""
+
+    _staged: Staged
+
+    def __init__(
+        self,
+        source: Catalog,
+        target: Target,
+        destination: Destination,
+        *,
+        threads: int,
+        verify: bool,
+        digests: bool,
+        strict_cast: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.target, self.destination = source, target, destination
+        self.path = destination.path
+        self.whole_files = self.path.whole_files
+        self.verify, self.strict_cast, self.progress = verify, strict_cast, progress
+        self.digests = digests
+        """Whether digests of the tensors are computed."""
+        self.digested = verify or target.digested
+        """Whether the CRC-32 of what is written is computed."""
+        self.losses: CastLosses | None = None
+        self.tensor_digests: dict[str, TensorDigest] = {}
+        """Digests of what was written, if they are wanted."""
+        self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
+        """CRC-32 of every extent of every file, if they are computed."""
+        self._file_crcs: dict[str, int] = {}
+        """The same for whole files that are complete."""
+        self._tasks = partial(plan_tasks, target, whole_files=self.whole_files)
+        self._left: Counter[str] = Counter()
+        """How many extents of each tensor are still to be copied."""
+        self._checks: dict[str, Checks] = {}
+        """Those of the tensors that are partly copied."""
+        self._done = self._total = tasks = 0
+        for task in self._tasks():
+            tasks += 1
+            for extent in map(self._extent, task):
+                self._left[extent.tensor.source] += 1
+                self._total += extent.num_bytes
+            if self.whole_files:
+                self._total += target.files[task[0][0]].other_bytes
+        whole = (file for file in target.files if not (self.whole_files and file.extents))
+        self._total += sum(file.other_bytes for file in whole)
+        self._threads = max(1, min(threads, tasks))
+        self._failed, self._lock = Event(), Lock()
+
+    def _extent(self, at: tuple[int, int]) -> Extent:
+        return self.target.files[at[0]].extents[at[1]]
+
+    def write(self) -> Written:
+        """Write all files and publish the output; return the files."""
+        files = {file.name: file.num_bytes for file in self.target.files}
+        listing = None if self.target.listing is None else self.target.listing.name
+        if listing is not None:
+            files[listing] = 0
+        output = Staging(
+            files,
+            self.target.directory,
+            self.destination.overwrite,
+            listing,
+            self.destination.replaced,
+            self.destination.identity,
+        )
+        with self.path.stage(output) as self._staged:
+            self._run()
+            return self._finish()
+
+    def _finish(self) -> Written:
+        """Complete the files, that which lists the others last, and return all of them."""
+        written = []
+        for number, (name, num_bytes, *_) in enumerate(self.target.files):
+            if name not in self._file_crcs:
+                self._complete(number)
+            written.append((name, num_bytes, self._file_crcs[name]))
+        self.source.check_unchanged(self.target.beside)
+        self.source.check_written(self.tensor_digests)
+        if self.target.listing is not None:
+            written.append(self._write_listing(*self.target.listing))
+        return written
+
+    def _run(self) -> None:
+        """Do all tasks, in threads; the first that fails stops the others."""
+        threads = self._threads
+        spare = [Buffers() for _ in range(threads)]
+
+        def work(task: Extents) -> None:
+            buffers = spare.pop()
+            wanted = (
+                stretch
+                for extent in map(self._extent, task)
+                for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
+            )
+            try:
+                with OpenFiles() as files:
+                    files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
+                    self._copy(task, files, buffers)
+            except _Cancelled:
+                pass
+            except BaseException:
+                self._failed.set()
+                raise
+            finally:
+                spare.append(buffers)
+
+        ahead = _TASKS_AHEAD * threads if threads > 1 else 0
+        with prefetch_map(self._tasks(), work, ahead, threads) as done:
+            try:
+                for _ in done:
+                    pass
+            except BaseException:
+                self._failed.set()
+                raise
+
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        """Do one task."""
+        if self.whole_files:
+            ((whole, _), *_) = task
+            self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
+            return
+        with ExitStack() as stack:
+            writers: dict[int, WriteAt] = {}
+            for file, number in task:
+                if file not in writers:
+                    if len(writers) >= _MAX_OPEN:
+                        stack.close()
+                        writers.clear()
+                    name = self.target.files[file].name
+                    writers[file] = stack.enter_context(self._staged.file(name))
+                for offset, data in self._blocks(file, number, files, buffers):
+                    writers[file](offset, data)
+
+    def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
+        """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
+
+        Each counts as written once the next one is asked for.
+        """
+        tensor, box, at = self._extent((file, number))
+        stored, checks = self.source.tensor(tensor.source), None
+        if self.verify and (checks := self._checks.get(tensor.source)) is None:
+            new = Checks(stored, distinct(stored))
+            checks = self._checks.setdefault(tensor.source, new)
+        casts = is_cast(stored.dtype, tensor.dtype)
+        wanted = self.digests or tensor.source in self.source.wants_digests
+        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
+        crc = done = 0
+        for block, stored_crc in read_box(stored, box, files, buffers, checks):
+            data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
+            # After a cast, a block may be longer.
+            for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
+                of_part = 0
+                if self.digested:
+                    of_part = crc32(part) if stored_crc is None or casts else stored_crc
+                yield at, part
+                if digested is not None:
+                    digested = digested.with_bytes(part, box, done)
+                done += len(part)
+                crc = crc32_combine(crc, of_part, len(part))
+                at += len(part)
+                self._advance(len(part))
+        self._crcs[file][number] = crc
+        with self._lock:
+            if digested is not None:
+                self._add_digest(tensor.name, digested)
+            self._left[tensor.source] -= 1
+            last = not self._left[tensor.source]
+        if last and checks is not None:
+            del self._checks[tensor.source]
+            checks.finish(files)
+
+    def _add_digest(self, name: str, digested: TensorDigest) -> None:
+        before = self.tensor_digests.get(name)
+        self.tensor_digests[name] = digested if before is None else before + digested
+
+    def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
+        """Cast a block; count what it lost, or raise if that is not allowed."""
+        from shardspec.checkpoint.convert.numeric import cast
+
+        data, losses = cast(block, dtype, new)
+        if self.strict_cast and losses:
+            raise CheckpointError(
+                f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
+                "dtype, or leave out ",
+                Argument("strict_cast", value=True),
+            )
+        with self._lock:
+            self.losses = losses if self.losses is None else self.losses + losses
+        return data
+
+    def _advance(self, num_bytes: int) -> None:
+        """Count bytes as written; stop if another thread has failed."""
+        if self._failed.is_set():
+            raise _Cancelled
+        with self._lock:
+            self._done += num_bytes
+            if self.progress is not None:
+                self.progress(self._done, self._total)
+
+    def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
+        """Write a file from start to end; all but its extents without `blocks`, which reads one."""
+        file, crcs = self.target.files[number], self._crcs[number]
+        pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
+            ((raw.offset, raw) for raw in file.raw),
+            ((extent.offset, place) for place, extent in enumerate(file.extents)),
+            ((raw.offset, raw) for raw in (file.trailer(crcs) if file.trailer else ())),
+            key=itemgetter(0),
+        )
+        value = end = 0
+        with self._staged.file(file.name) as write:
+            for offset, piece in pieces:
+                if isinstance(piece, RawBytes):
+                    data = piece.made()
+                    write(offset, data)
+                    num_bytes, crc = len(data), crc32(data)
+                else:
+                    for block in () if blocks is None else blocks(piece):
+                        write(*block)
+                    num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
+                value = crc32(bytes(offset - end), value)
+                value = crc32_combine(value, crc, num_bytes)
+                end = offset + num_bytes
+        self._file_crcs[file.name] = value if self.digested else 0
+        self._advance(file.other_bytes)
+
+    def _write_listing(self, name: str, fill: Callable[..., object]) -> tuple[str, int, int]:
+        files = (file.name for file in self.target.files)
+        num_bytes = crc = 0
+        room = bytearray()
+        with self._staged.file(name) as write:
+
+            def flush() -> None:
+                nonlocal num_bytes, crc
+                write(num_bytes, bytes(room))
+                num_bytes, crc = num_bytes + len(room), crc32(room, crc)
+                room.clear()
+
+            def append(piece: bytes) -> None:
+                room.extend(piece)
+                if len(room) >= BLOCK_BYTES:
+                    flush()
+
+            fill(dict(zip(files, self._crcs, strict=True)), append)
+            flush()
+        return name, num_bytes, crc
+
+
+class _Cancelled(Exception):
+    """Another thread has failed, so this one stops."""

@@ -1,42 +1,21 @@
-"""Writes merged and resharded checkpoints: `merge`, `reshard`, and the threads that copy for them.
+"""Plans and writes outputs: `merge`, `reshard`, their options, and checks before the first byte.
 
-First all is settled that needs no data (`prepare`). Then threads read boxes, check and cast them,
-and write them where they belong.
-
-To a disk a thread writes all extents of a tensor, so that a stored box is read and checked once
-whatever files it goes to. To a store it writes a whole file, from start to end; it appears when it
-is complete, and a file that it replaces stays until then.
+Tensors are chosen, a format lays out files for them, and both ends are checked. Overwriting
+replaces a checkpoint: its own files, and those beside the weights that belong to it. A directory
+with any other file is refused, as is an output that would change its own source.
 """
 
-import heapq
 import os
 import time
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
 from pathlib import PurePath
-from threading import Event, Lock
-from typing import TYPE_CHECKING, Final, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
-from shardspec.checkpoint.catalog import Catalog, Extent, RawBytes, Target, distinct
+from shardspec.checkpoint.catalog import Catalog, Target
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
-from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box, stretches
-from shardspec.checkpoint.convert.prepare import (
-    Destination,
-    WriteKeywords,
-    WriteOptions,
-    WriteReport,
-    prepared_output,
-)
-from shardspec.checkpoint.storage.checksums import BLOCK_BYTES, crc32, crc32_combine
+from shardspec.checkpoint.storage.checksums import crc32_combine
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
-from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
-from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
@@ -46,6 +25,202 @@ from shardspec.text import Argument
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.convert.numeric import CastLosses
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardspec.checkpoint.catalog import Carried, OutputTensor
+from shardspec.checkpoint.compare.coverage import check_tensors
+from shardspec.checkpoint.convert.layout import (
+    ON_ONE_DEVICE,
+    layouts_by_rules,
+    layouts_given,
+    layouts_like,
+)
+from shardspec.checkpoint.convert.select import (
+    Choice,
+    Patterns,
+    Selection,
+    carried_values,
+    check_drop,
+    check_dropped,
+    config_of,
+    select,
+)
+from shardspec.checkpoint.convert.sidecars import add_sidecars
+from shardspec.checkpoint.formats import (
+    Format,
+    Wanted,
+    Way,
+    default_format,
+    format_of,
+    formats,
+    merged_format,
+    written_format,
+)
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.quantization.cuts import (
+    check_blocks,
+    grid_layout,
+    quantized_in,
+    refuse_casts,
+)
+from shardspec.checkpoint.storage.checksums import crc_text
+from shardspec.checkpoint.storage.path import (
+    Entry,
+    StoragePath,
+    is_temporary,
+    output_exists,
+)
+from shardspec.dtypes import dtype_name
+from shardspec.errors import ShardSpecError
+from shardspec.layout.rules import winning_patterns
+from shardspec.resharding.name_map import Names
+from shardspec.text import TextPart, shown
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.convert.numeric import CastLosses
+from shardspec.checkpoint.convert.copy import Destination, Output, Progress
+from shardspec.checkpoint.quantization import mapped_source
+
+
+class WriteKeywords(Selection, total=False):
+    """Options of both `merge` and `reshard`; see `merge`."""
+
+    format: str | None
+    dtype: str | None
+    names: Names | None
+    overwrite: bool
+    quantize: str | None
+    quantize_include: Patterns | None
+    drop_values: bool
+    threads: int
+    metadata: bool
+    strict_cast: bool
+    verify: bool
+    dry_run: bool
+    sidecars: bool
+    progress: Progress | None
+    digests: PurePath | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions(Choice):
+    """Which tensors are written, how, and as what; see `merge` and `reshard`."""
+
+    way: Way
+    format: str | None = None
+    """By its name."""
+    max_shard_bytes: int | None = None
+    in_directory: bool = False
+    """Whether the output is named as a directory."""
+    names: Names | None = None
+    device_mesh: DeviceMesh | None = None
+    rules: Rules | None = None
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
+    quantize: str | None = None
+    quantize_include: Patterns | None = None
+    drop_values: bool = False
+    threads: int = 1
+    metadata: bool = True
+    strict_cast: bool = False
+    overwrite: bool = False
+    verify: bool = True
+    dry_run: bool = False
+    sidecars: bool = True
+    progress: Progress | None = None
+    digests: PurePath | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, or what would be."""
+
+    path: PurePath
+    """The output, as the user named it."""
+    format: str
+    """Its format, as `merge` and `reshard` name it."""
+    read: str
+    """What the source is."""
+    reads: Mapping[str, int]
+    """The files that tensors are read from, and the bytes of their boxes, each read once."""
+    tensors: int
+    writes: Mapping[str, int]
+    """The files of the output, or the output itself if it is one, and their sizes."""
+    left_out: tuple[str, ...]
+    """Entries of the source that are not tensors and that the output lacks; the metadata of
+    safetensors files is ``"__metadata__"``."""
+    sidecars: tuple[str, ...]
+    """Names of the files beside the weights of the source that were copied along."""
+    weight_files: int
+    """How many files of the output hold tensors: without an index and what was copied along."""
+    not_copied: tuple[str, ...] = ()
+    """Names of what lies there too and was not copied; a directory ends in a slash."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the checkpoint to fill from."""
+    seconds: float = 0.0
+    crc32: int | None = None
+    """CRC-32 of all files in their order; None if it was not computed."""
+    cast_losses: "CastLosses | None" = None
+    """What a cast to another dtype did not keep; None if nothing was cast."""
+    written: bool = False
+    """False after a dry run."""
+    digests: Digests | None = None
+    """Those of the output's tensors, if they were wanted."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
+
+    @property
+    def read_files(self) -> int:
+        """How many files tensors are read from."""
+        return len(self.reads)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all boxes that are read, each once."""
+        return sum(self.reads.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files; that of the output itself if it is one."""
+        return tuple(self.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.writes.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "read": self.read,
+            "read_files": self.read_files,
+            "read_bytes": self.read_bytes,
+            "reads": dict(self.reads),
+            "writes": dict(self.writes),
+            "tensors": self.tensors,
+            "files": list(self.files),
+            "weight_files": self.weight_files,
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
+            "left_out": list(self.left_out),
+            "sidecars": list(self.sidecars),
+            "not_copied": list(self.not_copied),
+            "filled": list(self.filled),
+            "written": self.written,
+            "digest": None if self.digests is None else self.digests.value,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
+        }
 
 
 def merge(
@@ -221,7 +396,14 @@ def _converted(
         check_digests_file(digests_file, output, overwrite=options.overwrite)
     report = prepared.report
     if not options.dry_run:
-        begun = Output(*prepared[:3], options)
+        begun = Output(
+            *prepared[:3],
+            threads=options.threads,
+            verify=options.verify,
+            digests=digests_file is not None,
+            strict_cast=options.strict_cast,
+            progress=options.progress,
+        )
         written = begun.write()
         crc = 0
         for _, num_bytes, value in written:
@@ -241,281 +423,6 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-_TASK_BYTES: Final = 32 << 20
-"""Least bytes of the tensors that a thread takes at once."""
-_TASKS_AHEAD: Final = 2
-"""Per thread."""
-_MAX_OPEN: Final = 128
-"""Files that a thread has open to be written."""
-
-Written: TypeAlias = list[tuple[str, int, int]]
-"""Name, bytes and CRC-32 of files."""
-Extents: TypeAlias = list[tuple[int, int]]
-"""Pairs of a file index and the index of an extent in it, copied in turn by one thread."""
-
-
-def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
-    """Yield tasks: all extents of a few tensors, or of one file."""
-    # Extents as single numbers: there may be ten million.
-    groups: dict[object, array[int]] = {}
-    for number, file in enumerate(target.files):
-        for place, extent in enumerate(file.extents):
-            key = number if whole_files else extent.tensor.source
-            groups.setdefault(key, array("q")).append(number << 32 | place)
-    task_bytes = 0
-    task: Extents = []
-    for codes in groups.values():
-        extents = [divmod(code, 1 << 32) for code in codes]
-        task += extents
-        task_bytes += sum(target.files[file].extents[at].num_bytes for file, at in extents)
-        if task and (whole_files or task_bytes >= _TASK_BYTES):
-            yield task
-            task, task_bytes = [], 0
-    if task:
-        yield task
-
-
-_Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
-"""What goes into a file, and where."""
-
-
-class Output:
-    """An output that is being written; all threads share it."""
-
-    _staged: Staged
-
-    def __init__(
-        self,
-        source: Catalog,
-        target: Target,
-        destination: Destination,
-        options: WriteOptions,
-    ) -> None:
-        self.source, self.target, self.destination = source, target, destination
-        self.path = destination.path
-        self.whole_files = self.path.whole_files
-        self.options = options
-        self.digested = options.verify or target.digested
-        """Whether the CRC-32 of what is written is computed."""
-        self.losses: CastLosses | None = None
-        self.tensor_digests: dict[str, TensorDigest] = {}
-        """Digests of what was written, if they are wanted."""
-        self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
-        """CRC-32 of every extent of every file, if they are computed."""
-        self._file_crcs: dict[str, int] = {}
-        """The same for whole files that are complete."""
-        self._tasks = partial(plan_tasks, target, whole_files=self.whole_files)
-        self._left: Counter[str] = Counter()
-        """How many extents of each tensor are still to be copied."""
-        self._checks: dict[str, Checks] = {}
-        """Those of the tensors that are partly copied."""
-        self._done = self._total = tasks = 0
-        for task in self._tasks():
-            tasks += 1
-            for extent in map(self._extent, task):
-                self._left[extent.tensor.source] += 1
-                self._total += extent.num_bytes
-            if self.whole_files:
-                self._total += target.files[task[0][0]].other_bytes
-        whole = (file for file in target.files if not (self.whole_files and file.extents))
-        self._total += sum(file.other_bytes for file in whole)
-        self._threads = max(1, min(options.threads, tasks))
-        self._failed, self._lock = Event(), Lock()
-
-    def _extent(self, at: tuple[int, int]) -> Extent:
-        return self.target.files[at[0]].extents[at[1]]
-
-    def write(self) -> Written:
-        """Write all files and publish the output; return the files."""
-        files = {file.name: file.num_bytes for file in self.target.files}
-        listing = None if self.target.listing is None else self.target.listing.name
-        if listing is not None:
-            files[listing] = 0
-        output = Staging(
-            files, self.target.directory, self.options.overwrite, listing, *self.destination[1:]
-        )
-        with self.path.stage(output) as self._staged:
-            self._run()
-            return self._finish()
-
-    def _finish(self) -> Written:
-        """Complete the files, that which lists the others last, and return all of them."""
-        written = []
-        for number, (name, num_bytes, *_) in enumerate(self.target.files):
-            if name not in self._file_crcs:
-                self._complete(number)
-            written.append((name, num_bytes, self._file_crcs[name]))
-        self.source.check_unchanged(self.target.beside)
-        self.source.check_written(self.tensor_digests)
-        if self.target.listing is not None:
-            written.append(self._write_listing(*self.target.listing))
-        return written
-
-    def _run(self) -> None:
-        """Do all tasks, in threads; the first that fails stops the others."""
-        threads = self._threads
-        spare = [Buffers() for _ in range(threads)]
-
-        def work(task: Extents) -> None:
-            buffers = spare.pop()
-            wanted = (
-                stretch
-                for extent in map(self._extent, task)
-                for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
-            )
-            try:
-                with OpenFiles() as files:
-                    files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
-                    self._copy(task, files, buffers)
-            except _Cancelled:
-                pass
-            except BaseException:
-                self._failed.set()
-                raise
-            finally:
-                spare.append(buffers)
-
-        ahead = _TASKS_AHEAD * threads if threads > 1 else 0
-        with prefetch_map(self._tasks(), work, ahead, threads) as done:
-            try:
-                for _ in done:
-                    pass
-            except BaseException:
-                self._failed.set()
-                raise
-
-    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Do one task."""
-        if self.whole_files:
-            ((whole, _), *_) = task
-            self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
-            return
-        with ExitStack() as stack:
-            writers: dict[int, WriteAt] = {}
-            for file, number in task:
-                if file not in writers:
-                    if len(writers) >= _MAX_OPEN:
-                        stack.close()
-                        writers.clear()
-                    name = self.target.files[file].name
-                    writers[file] = stack.enter_context(self._staged.file(name))
-                for offset, data in self._blocks(file, number, files, buffers):
-                    writers[file](offset, data)
-
-    def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
-
-        Each counts as written once the next one is asked for.
-        """
-        tensor, box, at = self._extent((file, number))
-        stored, checks = self.source.tensor(tensor.source), None
-        if self.options.verify and (checks := self._checks.get(tensor.source)) is None:
-            new = Checks(stored, distinct(stored))
-            checks = self._checks.setdefault(tensor.source, new)
-        casts = is_cast(stored.dtype, tensor.dtype)
-        wanted = self.options.digests is not None or tensor.source in self.source.wants_digests
-        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
-        crc = done = 0
-        for block, stored_crc in read_box(stored, box, files, buffers, checks):
-            data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
-            # After a cast, a block may be longer.
-            for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
-                of_part = 0
-                if self.digested:
-                    of_part = crc32(part) if stored_crc is None or casts else stored_crc
-                yield at, part
-                if digested is not None:
-                    digested = digested.with_bytes(part, box, done)
-                done += len(part)
-                crc = crc32_combine(crc, of_part, len(part))
-                at += len(part)
-                self._advance(len(part))
-        self._crcs[file][number] = crc
-        with self._lock:
-            if digested is not None:
-                self._add_digest(tensor.name, digested)
-            self._left[tensor.source] -= 1
-            last = not self._left[tensor.source]
-        if last and checks is not None:
-            del self._checks[tensor.source]
-            checks.finish(files)
-
-    def _add_digest(self, name: str, digested: TensorDigest) -> None:
-        before = self.tensor_digests.get(name)
-        self.tensor_digests[name] = digested if before is None else before + digested
-
-    def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
-        """Cast a block; count what it lost, or raise if that is not allowed."""
-        from shardspec.checkpoint.convert.numeric import cast
-
-        data, losses = cast(block, dtype, new)
-        if self.options.strict_cast and losses:
-            raise CheckpointError(
-                f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
-                "dtype, or leave out ",
-                Argument("strict_cast", value=True),
-            )
-        with self._lock:
-            self.losses = losses if self.losses is None else self.losses + losses
-        return data
-
-    def _advance(self, num_bytes: int) -> None:
-        """Count bytes as written; stop if another thread has failed."""
-        if self._failed.is_set():
-            raise _Cancelled
-        with self._lock:
-            self._done += num_bytes
-            if self.options.progress is not None:
-                self.options.progress(self._done, self._total)
-
-    def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
-        """Write a file from start to end; all but its extents without `blocks`, which reads one."""
-        file, crcs = self.target.files[number], self._crcs[number]
-        pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
-            ((raw.offset, raw) for raw in file.raw),
-            ((extent.offset, place) for place, extent in enumerate(file.extents)),
-            ((raw.offset, raw) for raw in (file.trailer(crcs) if file.trailer else ())),
-            key=itemgetter(0),
-        )
-        value = end = 0
-        with self._staged.file(file.name) as write:
-            for offset, piece in pieces:
-                if isinstance(piece, RawBytes):
-                    data = piece.made()
-                    write(offset, data)
-                    num_bytes, crc = len(data), crc32(data)
-                else:
-                    for block in () if blocks is None else blocks(piece):
-                        write(*block)
-                    num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
-                value = crc32(bytes(offset - end), value)
-                value = crc32_combine(value, crc, num_bytes)
-                end = offset + num_bytes
-        self._file_crcs[file.name] = value if self.digested else 0
-        self._advance(file.other_bytes)
-
-    def _write_listing(self, name: str, fill: Callable[..., object]) -> tuple[str, int, int]:
-        files = (file.name for file in self.target.files)
-        num_bytes = crc = 0
-        room = bytearray()
-        with self._staged.file(name) as write:
-
-            def flush() -> None:
-                nonlocal num_bytes, crc
-                write(num_bytes, bytes(room))
-                num_bytes, crc = num_bytes + len(room), crc32(room, crc)
-                room.clear()
-
-            def append(piece: bytes) -> None:
-                room.extend(piece)
-                if len(room) >= BLOCK_BYTES:
-                    flush()
-
-            fill(dict(zip(files, self._crcs, strict=True)), append)
-            flush()
-        return name, num_bytes, crc
-
-
 def _digests(target: Target, output: Output) -> Digests:
     """Return the digests of what was written; tensors that share bytes were written once."""
     digests = {}
@@ -526,5 +433,325 @@ def _digests(target: Target, output: Output) -> Digests:
     return Digests(digests)
 
 
-class _Cancelled(Exception):
-    """Another thread has failed, so this one stops."""
+# --- before the first byte
+
+_SHOWN: Final = 3
+_MOST_LOOKED_AT: Final = 1000
+"""Most names that are sorted to show the first."""
+_KINDS: Final = {"file": "a file", "directory": "a directory", "other": "not a regular file"}
+
+
+class Prepared(NamedTuple):
+    """An output that can be made and may be written."""
+
+    source: Catalog
+    """What it is made of: a checkpoint with maps applied."""
+    target: Target
+    destination: Destination
+    report: WriteReport
+    """What is known before anything is written."""
+
+
+def prepared_output(
+    checkpoint: PurePath | str | Catalog,
+    output: StoragePath,
+    options: WriteOptions,
+    save: str,
+) -> Prepared:
+    """Check that an output can be made and may be written; `save` names this save."""
+    if options.threads < 1:
+        raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
+    format = _format(output, options)
+    source, target = _laid_out(checkpoint, output, options, format, save)
+    destination = check_destination(output, source, target, options.overwrite)
+    names = (tensor.source for tensor in target.tensors)
+    reads = check_tensors(source, names, options.verify)
+    pickled = source.facts.pickled
+    report = WriteReport(
+        path=output.public(),
+        format=format.name,
+        read=source.format,
+        reads={
+            str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
+            for path, num_bytes in sorted(reads.items())
+        },
+        tensors=len(target.tensors) + sum(len(pickled.get(n, ())) for n in target.carried),
+        writes={file.name: file.num_bytes for file in target.files},
+        left_out=_left_out(source, target),
+        sidecars=target.sidecars,
+        weight_files=sum(bool(file.extents) for file in target.files),
+        not_copied=target.not_copied,
+        filled=source.facts.filled,
+        sharding=target.sharding if options.dry_run else {},
+    )
+    return Prepared(source, target, destination, report)
+
+
+def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
+    """Return the names of the entries that the output lacks."""
+    names = sorted(source.extras.keys() - target.carried)
+    metadata = source.facts.file_metadata
+    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
+        names.append("__metadata__")
+    return tuple(names)
+
+
+# --- what it is made of
+
+
+def _format(output: StoragePath, options: WriteOptions) -> Format:
+    """Return the format of an output, which can be sharded as its caller wants."""
+    if options.way == "merged":
+        return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
+    name = options.format
+    format = default_format("sharded") if name is None else written_format(name, "sharded")
+    check_sharding(options)
+    return format
+
+
+def _opened(
+    checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
+) -> tuple[Catalog, Choice]:
+    """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
+    source, names = as_catalog(checkpoint), options.names
+    choice: Choice = options
+    quantize = options.quantize, options.quantize_include
+    if any(value is not None for value in (names, options.dtype, *quantize)):
+        config = config_of(source, names)
+        source, choice = mapped_source(source, names, options)
+        if quantize != (None, None):
+            from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
+
+            how = quantize_of(*quantize)
+            source = quantized_as(source, how, options if names is None else Choice(), config)
+            choice = options.after_map() if options.quantize is not None else choice
+    else:
+        check_drop(options)
+    return source.as_stored() if format.keeps == "objects" else source, choice
+
+
+def _laid_out(
+    checkpoint: PurePath | str | Catalog,
+    output: StoragePath,
+    options: WriteOptions,
+    format: Format,
+    save: str,
+) -> tuple[Catalog, Target]:
+    """Open a checkpoint, choose tensors of it, and lay out the files of an output.
+
+    `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
+    """
+    merged = options.way == "merged"
+    source, choice = _opened(checkpoint, options, format)
+    tensors = select(source, choice)
+    if choice.dtype is not None:
+        refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
+    mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
+    if "sharded" in format.writes:
+        mesh, layouts = sharding_of(source, options, tensors)
+    carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    if format.keeps == "tensors":
+        carried = Carried(frozenset(), {}, {})
+    # Whole tensors are what a merge is for: it may lose other entries.
+    may_lose = None if merged and not options.drop_values else options.drop_values
+    check_dropped(source, choice, carried.names, may_lose)
+    if merged and source.extras and not (tensors or carried.names):
+        raise CheckpointError(
+            f"{source.directory}: holds no tensor that could be written, but "
+            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
+        )
+    assert format.lay_out is not None, "it is written"
+    target = format.lay_out(
+        source,
+        Wanted(
+            *(output.name, options.way, tensors, carried, mesh, layouts, save),
+            *(options.metadata, options.sidecars, options.max_shard_bytes),
+        ),
+    )
+    target = target._replace(carried=target.carried | carried.names)
+    if not merged:
+        winners = winning_patterns(list(options.rules or {}), layouts)
+        chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
+        target = target._replace(sharding=chosen)
+    if options.quantize is not None and not (target.directory and options.sidecars):
+        raise CheckpointError(
+            f"{output}: without a config.json nothing states the blocks of {options.quantize}; "
+            "name a directory, as model/, and write the files beside the weights"
+        )
+    if options.sidecars:
+        dtype = None if choice.dtype is None else dtype_name(choice.dtype)
+        target = add_sidecars(source, target, format.sidecars, dtype)
+    if not output.nests and any("/" in file.name for file in target.files):
+        raise CheckpointError(
+            f"{output}: the format {format.name!r} has files in directories, which are not written "
+            "into a store; write to a directory here, and copy that"
+        )
+    return source, target
+
+
+# --- what it replaces
+
+
+def check_destination(
+    output: StoragePath, source: Catalog, target: Target, overwrite: bool
+) -> Destination:
+    """Return where to write, links resolved, and what is replaced, if that does no harm.
+
+    No part of the `source` is overwritten, and what is there is a directory or a file like the
+    output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
+    `CheckpointError` otherwise.
+    """
+    directory = target.directory
+    if "\0" in str(output):
+        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+    path = output.output()
+    with output.errors("written"):
+        entry = path.look()
+    kind = None if entry is None else _KINDS[entry.kind]
+    wanted = "a directory" if directory else "a file"
+    problem = _part_of_source(path, entry, source, directory)
+    if problem:
+        pass
+    elif kind not in (None, wanted):
+        problem = f"is {kind}; name {wanted} to write"
+    elif not overwrite and path.taken():
+        raise output_exists(output)
+    else:
+        problem = path.refusal()
+    if problem:
+        raise CheckpointError(f"{output}: {problem}")
+    if not (overwrite and directory):
+        return Destination(path, overwrite)
+    if entry is None:
+        return Destination(path, overwrite, identity=())
+    new = {file.name for file in target.files}
+    if target.listing is not None:
+        new.add(target.listing.name)
+    return Destination(path, overwrite, _replaced(path, new), entry.identity)
+
+
+def _part_of_source(
+    path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
+) -> str:
+    """Return why writing an output would change what is read; empty if it would not."""
+    # Without an index, every file of the directory counts.
+    listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
+    all_count = entry is None and not listed and source.directory.is_dir()
+    for file in source.files:
+        same = path == file.resolved()
+        # Links to one file have several names; objects have one, and each look costs a request.
+        if not same and entry is not None and entry.kind == "file" and not file.requests:
+            read = file.look()
+            same = read is not None and read.identity == entry.identity
+        if directory and (same or path in file.resolved().parents):
+            return "holds the checkpoint itself; choose another name"
+        if same:
+            return f"is {file.name} of the checkpoint itself; choose another name"
+        if all_count and file.suffix == path.suffix and file.parent.resolved() == path.parent:
+            return (
+                "would be among the files of the checkpoint, which no index lists, and count as "
+                "one of them; choose another directory"
+            )
+    return ""
+
+
+def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
+    """Return the names of all files in a directory that is replaced.
+
+    Raises a `CheckpointError` if any is neither of the checkpoint there nor written anew.
+    """
+    with path.errors("replaced"):
+        owned = {*new, *_owned(path)}
+        others = (name for name in path.names_below() if name not in owned)
+        if strangers := sorted(islice(others, _MOST_LOOKED_AT)):
+            some = ", ".join(shown(name) for name in strangers[:_SHOWN])
+            more = " and more" if len(strangers) > _SHOWN else ""
+            raise CheckpointError(
+                f"{path}: holds {some}{more}, which no checkpoint there owns, and which would be "
+                "lost; move that, or choose another directory"
+            )
+        return frozenset(path.names_below())
+
+
+def _owned(path: StoragePath) -> Iterable[str]:
+    """Return the relative names of what belongs to the checkpoint in a directory."""
+    top = path.names()
+    # Of runs that were killed while they saved or replaced something.
+    shards = default_format("sharded")
+    owned = {name for name in top if shards.owns(name) or is_temporary(name)}
+    if (format := format_of(top)) is None:
+        return owned
+    owned.update(filter(format.owns, path.names_below()))
+    for other in formats():
+        owned |= other.sidecars(path, top)
+    try:
+        source = open_checkpoint(path)
+        for name in source.names:
+            source.tensor(name)  # its files may be found only now
+    except ShardSpecError:
+        pass
+    else:
+        files = (file for file in source.files if path in file.parents)
+        owned.update("/".join(file.parts[len(path.parts) :]) for file in files)
+    return owned
+
+
+# --- how it is sharded
+
+
+def check_sharding(options: WriteOptions) -> None:
+    """Check that either a mesh or a checkpoint to shard like is given."""
+    mesh: object = options.device_mesh
+    rules, like = options.rules, options.like
+    problem: tuple[TextPart, ...] = ()
+    if like is not None and (mesh is not None or rules is not None):
+        problem = ("give either a checkpoint to shard like, or a mesh and rules",)
+    elif not isinstance(mesh, DeviceMesh | None):
+        problem = (
+            f"a {type(mesh).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
+            "DeviceMesh(range(8), (2, 4))",
+        )
+    elif mesh is None and like is None:
+        problem = (
+            "give the mesh to shard for, ",
+            Argument("device_mesh"),
+            ", or a checkpoint to shard like",
+        )
+    if problem:
+        raise CheckpointError(*problem)
+
+
+def _of_scales(
+    source: Catalog,
+    rules: Rules,
+    tensors: Sequence[OutputTensor],
+    layouts: Mapping[str, Layout],
+) -> dict[str, Layout]:
+    """Return the layouts of scales that no rule names: they are cut as their codes are."""
+    winners = winning_patterns(list(rules), layouts)
+    new = {tensor.source: tensor.name for tensor in tensors}
+    grids: dict[str, Layout] = {}
+    for codes, blocks in quantized_in(source).blocks.items():
+        scales = blocks.scales
+        if {codes, scales} <= new.keys() and new[scales] not in winners:
+            grid = grid_layout(layouts[new[codes]], blocks.sides, layouts[new[scales]].dtype)
+            grids |= {} if grid is None else {new[scales]: grid}
+    return grids
+
+
+def sharding_of(
+    source: Catalog, options: WriteOptions, tensors: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of an output whose format has shards, and the layouts of its tensors."""
+    if isinstance(options.like, Mapping):
+        mesh, layouts = layouts_given(options.like, tensors)
+    elif options.like is not None:
+        mesh, layouts = layouts_like(as_catalog(options.like), tensors)
+    else:
+        mesh = options.device_mesh or ON_ONE_DEVICE
+        layouts = layouts_by_rules(mesh, options.rules or {}, tensors)
+        if source.facts.quantization:
+            layouts |= _of_scales(source, options.rules or {}, tensors, layouts)
+    if options.way == "sharded":
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
+    return mesh, layouts

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from shardspec.checkpoint.catalog import Catalog, Target, whole_box
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Progress, read_whole
-from shardspec.checkpoint.convert.output import merge
-from shardspec.checkpoint.convert.prepare import WriteReport, check_destination
+from shardspec.checkpoint.convert.output import WriteReport, check_destination, merge
 from shardspec.checkpoint.convert.select import require_finished
 from shardspec.checkpoint.deltas.apply import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.deltas.frames import Hash, extra, new_hash

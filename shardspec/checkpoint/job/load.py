@@ -15,7 +15,6 @@ from shardspec.checkpoint.catalog import Catalog, OutputTensor, StoredTensor
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.convert.layout import layouts_by_rules
-from shardspec.checkpoint.convert.prepare import mapped_source
 from shardspec.checkpoint.convert.select import (
     Choice,
     Selection,
@@ -24,12 +23,13 @@ from shardspec.checkpoint.convert.select import (
     select,
 )
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree
+from shardspec.comm.consensus import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
@@ -226,7 +226,7 @@ def _spec_as_saved(
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
-        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
+        by_axes = spec.with_axes(lambda axis: saved.axis_labels()[saved.axis(axis)])
     try:
         return resolve_axes(by_axes, mesh)
     except AxisError as error:

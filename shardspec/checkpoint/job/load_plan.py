@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
-from shardspec.checkpoint.convert.prepare import with_numbers
 from shardspec.checkpoint.convert.select import (
     CatalogNaming,
     Choice,
@@ -22,11 +21,12 @@ from shardspec.checkpoint.convert.select import (
 from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.quantization import with_numbers
 from shardspec.checkpoint.quantization.cuts import check_stored_plan
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree, check_same
+from shardspec.comm.consensus import agree, check_same
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout

@@ -36,7 +36,7 @@ from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree
+from shardspec.comm.consensus import agree
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument

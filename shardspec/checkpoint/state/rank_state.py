@@ -12,7 +12,7 @@ from shardspec.checkpoint.state.state_dict import FlatState, Leaf, flatten
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree, check_same
+from shardspec.comm.consensus import agree, check_same
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.common_mesh import on_larger_mesh
 from shardspec.layout.layout import Layout, LayoutCell
