@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43511, 197),
+    "shardspec": (43470, 196),
     "shardspec/checkpoint": (18091, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4037, 22),
@@ -16,12 +16,12 @@ BUDGET = {
     "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
     "shardspec/layout": (4712, 21),
-    "shardspec/mesh": (1109, 5),
-    "shardspec/parallel": (333, 2),
+    "shardspec/mesh": (1103, 5),
+    "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4531, 14),
-    "shardspec/tensor": (3344, 16),
-    "tests": (54794, 341),
+    "shardspec/tensor": (3293, 16),
+    "tests": (55035, 343),
 }
 
 

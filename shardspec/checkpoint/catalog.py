@@ -18,6 +18,7 @@ from shardspec.checkpoint.storage.reading import Snapshot
 from shardspec.comm.senders import whole_senders
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -26,6 +27,7 @@ from shardspec.resharding.state import KeyPath
 if TYPE_CHECKING:
     from shardspec.resharding.digests import TensorDigest
 
+_MAX_NAME_CHARS: Final = 1 << 16
 
 ZEROS: Final = storage_path("/dev/zero")
 """The path of boxes that no file stores, since they are zeros; it is never opened."""
@@ -252,6 +254,12 @@ class Catalog:
         self._tensors = lru_cache(128)(self._look_up)
         self.files = tuple(files)
         self._extras = extras or {}
+        longest = max(map(len, (*self.names, *self._extras)), default=0)
+        if longest > _MAX_NAME_CHARS:
+            raise CheckpointError(
+                f"{directory}: has a name of {longest} characters, past the {_MAX_NAME_CHARS} that "
+                "are read; rename it and save again"
+            )
 
     def with_facts(self, facts: CheckpointFacts) -> Self:
         """Return the same checkpoint with other facts."""

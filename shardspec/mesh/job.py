@@ -245,12 +245,6 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
     return mesh
 
 
-def stand_for(mesh: _Mesh, torch_mesh: TorchMesh) -> None:
-    """Register a pair of meshes for `from_torch`, in a simulated job."""
-    assert dist.group.WORLD is not None
-    _JOBS.setdefault(dist.group.WORLD, Job()).torch_meshes.append((mesh, torch_mesh))
-
-
 def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
     """Return torch's mesh of a mesh, the same object each time; every rank of the job calls this.
 

@@ -51,6 +51,9 @@ def distribute_module(
     redistributed. Dropout draws the same numbers on all devices that hold the same box, and
     different numbers for other boxes.
 
+    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec, which
+    torch's optimizers do not take.
+
     Parameters
     ----------
     module
@@ -82,8 +85,8 @@ def distribute_module(
         specs, or if `partition_fn` distributes nothing.
     SpecSyntaxError, AxisError
         If a spec is malformed, the mesh lacks one of its axes, or its reductions do not commute.
-    CommunicatorError, MeshError
-        If there is no job, or torch cannot represent the mesh.
+    MeshError
+        If torch cannot represent the mesh.
 
     Examples
     --------
@@ -154,7 +157,9 @@ def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -
         for name, submodule in list(module.named_modules()):
             partition_fn(name, submodule, *([mesh] if takes_mesh else []))
         tensors = [tensor for _, _, _, tensor in _tensors(module)]
-        if tensors and not any(isinstance(each, TorchDTensor | StandIn) for each in tensors):
+        if tensors and not any(
+            isinstance(each, TorchDTensor | StandIn | DTensor) for each in tensors
+        ):
             raise LayoutError(
                 "partition_fn has distributed no parameter; let it assign them, as in module.weight"
                 " = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])), or leave it "
@@ -186,7 +191,8 @@ def inputs_as(spec: SpecLike) -> InputFn:
         def shard_of(value: object) -> object:
             if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
                 return value
-            return DTensor.from_local(value, mesh, _for_dims(target, value.dim())).to_torch()
+            sharded = DTensor.from_local(value, mesh, _for_dims(target, value.dim()))
+            return sharded if sharded.is_simulated else sharded.to_torch()
 
         return tuple(map(shard_of, inputs))
 
@@ -196,7 +202,8 @@ def inputs_as(spec: SpecLike) -> InputFn:
 def outputs_as(spec: SpecLike) -> OutputFn:
     """Return an `output_fn` that redistributes tensors to this spec and returns each rank's shard.
 
-    The gradient that arrives at a shard is that of its box; see `shardspec.tensor.dtensor`.
+    The gradient that arrives at a shard is that of its box; see `shardspec.tensor.dtensor`. Where
+    one process has all shards, it returns the DTensor.
     """
     target = _checked(spec)
 
@@ -205,7 +212,9 @@ def outputs_as(spec: SpecLike) -> OutputFn:
             value = _redistributed(target, mesh, value)
             if isinstance(value, TorchDTensor):
                 value = DTensor.from_torch(value, device_mesh=mesh)
-            return value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor) and not value.is_simulated:
+                return value.to_local()
+            return value
 
         return _mapped(shard_of, output)
 
@@ -320,13 +329,18 @@ def _matched_modules(
 def _sharded(
     tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None, src_rank: int | None
 ) -> torch.Tensor:
-    if isinstance(tensor, StandIn):
-        result = tensor.tensor.to_torch().detach()
-    elif isinstance(tensor, TorchDTensor):
+    if isinstance(tensor, TorchDTensor):
         result = tensor.detach() if spec is None else redistribute(tensor.detach(), spec, mesh)
     else:
-        target = spec or ShardingSpec(tensor.dim())
-        result = DTensor(tensor.detach(), mesh, target, src_rank=src_rank).to_torch()
+        given = tensor.tensor if isinstance(tensor, StandIn) else tensor.detach()
+        if not isinstance(given, DTensor):
+            target = spec or ShardingSpec(tensor.dim())
+            given = DTensor(given, mesh, target, src_rank=src_rank)
+        elif spec is not None:
+            given = given.redistribute(spec, device_mesh=mesh)
+        if given.is_simulated:
+            return given.detach().requires_grad_(tensor.requires_grad)
+        result = given.to_torch().detach()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)
     return result

@@ -143,7 +143,7 @@ def _marking(inputs: Inputs, why: str) -> Iterator[None]:
     except BaseException as error:
         for value in (inputs.out or {}).values():
             if isinstance(value, DTensor):
-                value.mark_unusable(f"{why}: {error}")
+                value._mark_unusable(f"{why}: {error}")
         raise
 
 

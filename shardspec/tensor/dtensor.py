@@ -219,7 +219,7 @@ class DTensor(Differentiable):
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
         result = cls._made(layout, chosen, {device: shards[device] for device in devices})
-        result.is_given = True
+        result._is_given = True
         return result
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
@@ -284,7 +284,11 @@ class DTensor(Differentiable):
         if not shards:
             return f"{head}; no shards in this process)"
         mesh, spec = self.device_mesh, self.layout.spec
-        if set(shards) == set(mesh.ids) and not spec.partials and self.numel() <= _SHOWN_ELEMENTS:
+        if (
+            set(shards) == set(mesh.ids)
+            and not spec.partials
+            and self.shape.numel() <= _SHOWN_ELEMENTS
+        ):
             with torch.no_grad():
                 return f"{head}; values:\n{self.to_global().detach()!r})"
         device = next(iter(shards))
@@ -395,7 +399,7 @@ class DTensor(Differentiable):
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)
             result = DTensor.from_shards(shards, plan.target, communicator)
             if plan.source == plan.target:
-                result.become_part_of(self)
+                result._become_part_of(self)
             return result
 
     @outside_graphs

@@ -140,14 +140,14 @@ def refused(rank: int) -> dict[str, str]:
         "number": said(lambda: cut * torch.tensor(1.0 + rank // 2 * (rank - 1))),
         "sparse": said(lambda: DTensor(whole.to_sparse(), mesh, "[S0,R]")),
         "sparse shard": said(lambda: DTensor.from_local(whole.to_sparse(), mesh, "[S0,R]")),
-        "ours": said(lambda: DTensor(cut, mesh, "[S0,R]")),  # type: ignore[arg-type]  # refused
+        "ours": said(lambda: DTensor(cut, mesh, "[S0,R]")),
         "torch's": said(lambda: DTensor(cut.to_torch(), mesh, "[S0,R]")),
-        "parameter": said(lambda: nn.Parameter(cut)),  # type: ignore[arg-type]  # refused
+        "parameter": said(lambda: nn.Parameter(cut)),
         "fully_shard": said(
             lambda: fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])  # type: ignore[call-overload]
         ),
         "from_local": said(lambda: TorchDTensor.from_local(whole, mesh)),  # type: ignore[arg-type]  # refused
-        "buffer": said(lambda: nn.Buffer(cut)),  # type: ignore[arg-type]  # refused
+        "buffer": said(lambda: nn.Buffer(cut)),
     }
 
 

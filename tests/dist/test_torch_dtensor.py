@@ -243,7 +243,7 @@ def refused(mesh):
         told(lambda: redistribute(theirs, [Shard(2), Replicate()])),
         told(lambda: redistribute(theirs, "[S0]")),
         told(lambda: redistribute(theirs, "[S(pp),R]")),
-        told(lambda: redistribute(ours, "[S0]")),  # type: ignore[arg-type]  # the test
+        told(lambda: redistribute(ours, "[S0]")),
     ]
 
 

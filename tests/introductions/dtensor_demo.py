@@ -150,9 +150,7 @@ def _modules(mesh: DeviceMesh) -> None:
     def shard_linear(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, nn.Linear):
             placements = [Shard(0)] if name == "up" else [Shard(1)]
-            module.weight = nn.Parameter(
-                distribute_tensor(module.weight, mesh, placements)  # type: ignore[arg-type]
-            )
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))
 
     sharded = distribute_module(
         Perceptron(),

@@ -28,7 +28,6 @@ from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import shown
 
 DELTA_INDEX: Final = "model.safetensors.index.json"
-_MOST_BYTES: Final = 1 << 28
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 
@@ -47,7 +46,7 @@ class _Delta(NamedTuple):
 def read_delta(place: StoragePath) -> _Delta:
     """Read what a delta says of itself; CheckpointError if that does not hold."""
     index = file_inside(place, DELTA_INDEX, place)
-    stated = read_json(index, "index", _MOST_BYTES)
+    stated = read_json(index, "index")
     about = checked(stated.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")
     if encoding is None:

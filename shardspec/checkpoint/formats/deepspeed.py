@@ -25,6 +25,7 @@ from itertools import product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
+from shardspec.boxes import box_size, row_major_boxes
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
@@ -34,25 +35,21 @@ from shardspec.checkpoint.torch_files.states import (
     TorchState,
     check_no_copies,
     mismatch_error,
+    plain_value,
     read_torch_states,
+    whole_tensor,
 )
 from shardspec.checkpoint.torch_files.unpickler import Record
-from shardspec.checkpoint.torch_files.zero import (
-    MODULE,
-    OPTIMIZER,
-    TO_UNIVERSAL,
-    FlatPiece,
-    Parameter,
-    ZeroLines,
-    add_tied,
-    extras_of,
-    shapes_of,
-    tensor_of,
-    untrained,
-)
+from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
+_OPTIMIZER: Final = "optimizer_state_dict"
+_TO_UNIVERSAL: Final = (
+    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder RUN "
+    "--output_folder OUTPUT"
+)
+_MODULE: Final = "module."
 OPTIMIZER_FILE: Final = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
 )
@@ -63,16 +60,38 @@ _STEP: Final = re.compile(r"global_step\d+")
 _SCRIPT: Final = "zero_to_fp32.py"
 _TRACKER: Final = "latest"
 _GROUP: Final = re.compile(
-    rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
+    rf"{_OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
 )
 _STATE: Final = re.compile(
-    rf"{OPTIMIZER}\.(?:base_optimizer_state|optimizer_state_dict)\.(?:state\.)?(\d{{1,9}})\.(\w+)"
+    rf"{_OPTIMIZER}\.(?:base_optimizer_state|optimizer_state_dict)\.(?:state\.)?(\d{{1,9}})\.(\w+)"
 )
 _PARALLEL: Final = re.compile(
     r"(?:layer_.*|.*expert_\d.*|.*mp_rank_\d*[1-9]\d*_(?:model|optim))_states\.pt"
 )
 _WEIGHT: Final = ""
 """The kind of flat tensors that hold parameters; other kinds are states of the optimizer."""
+
+
+class _FlatPiece(NamedTuple):
+    """A flat tensor of one rank, and its place in the line of tensors that it is joined with."""
+
+    rank: int
+    path: StoragePath
+    tensor: StateTensor
+    span: range
+
+
+_ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
+"""Flat tensors that follow each other, by group, or with stage 3 by rank."""
+
+
+class _Parameter(NamedTuple):
+    """A parameter, and its place in a line of flat tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    span: range  # in its line, or with stage 3 in that of each rank
 
 
 class _Run(NamedTuple):
@@ -94,7 +113,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     flat, scalars = _kept(run)
     lines = _lines(run, flat, needed)
     _check_slices(run, parameters, lines[_WEIGHT])
-    tensors = untrained(run.models, run.stage)
+    tensors = _untrained(run.models, run.stage)
     of_groups = _scalars(run, scalars)
     for parameter in parameters:
         group = parameter.group
@@ -102,7 +121,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
             weights, start = lines[_WEIGHT][0], parameter.span.start
             group = bisect_right(weights, start, key=lambda piece: piece.span.start) - 1
         kept = of_groups.get(group, {}) | {
-            kind: tensor_of(parameter, line, run.stage)
+            kind: _tensor_of(parameter, line, run.stage)
             for kind, line in lines.items()
             if run.stage == 3 or group in line
         }
@@ -110,16 +129,104 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
             name = f"optimizer.{kind}.{parameter.name}" if kind else parameter.name
             tensors[name] = replace(tensor, name=name)
     model = run.models[0]
-    add_tied(model, tensors)
+    _add_tied(model, tensors)
     for name in model.tensors:
-        if name.startswith(MODULE) and name.removeprefix(MODULE) not in tensors:
+        if name.startswith(_MODULE) and name.removeprefix(_MODULE) not in tensors:
             raise CheckpointError(
                 f"{model.path}: {name} is in no flat tensor, not frozen and not tied: nothing "
                 "holds its elements; save it again with DeepSpeed 0.8 or later"
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
-    extras = extras_of(run.optimizers[0], model)
+    extras = _extras_of(run.optimizers[0], model)
     return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
+
+
+def _shapes_of(state: TorchState, stated: object) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of parameters in a model's file."""
+    try:
+        if isinstance(stated, dict) and all(isinstance(name, str) for name in stated):
+            return {name: sizes_of(value) for name, value in stated.items()}
+    except ValueError:
+        pass
+    raise CheckpointError(
+        f"{state.path}: has {stated!r:.200} in place of names and shapes of parameters "
+        "(param_shapes); the file was changed, restore it"
+    )
+
+
+def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTensor:
+    """Return a parameter with its boxes in flat tensors."""
+    chosen = lines if stage == 3 else {0: lines[parameter.group]}
+    dtype = next(iter(chosen.values()))[0].tensor.local.dtype
+    size = item_bytes(dtype)
+    boxes = []
+    for rank, pieces in chosen.items():
+        # The elements of the parameter from `first` on lie in this line.
+        first, start = rank * len(parameter.span), parameter.span.start
+        end = min(parameter.span.stop, start + prod(parameter.shape) - first)
+        begin = bisect_right(pieces, start, key=lambda piece: piece.span.start) - 1
+        for piece in pieces[max(0, begin) :]:
+            lo, hi = max(start, piece.span.start), min(end, piece.span.stop)
+            if lo >= hi:
+                break
+            offset = piece.tensor.place.offset + (lo - piece.span.start) * size
+            # The digest is of the whole piece, and checked with the first box in it.
+            digest = piece.tensor.place.digest if lo == piece.span.start else None
+            for box in row_major_boxes(parameter.shape, first + lo - start, first + hi - start):
+                boxes.append(StoredBox(box, (), piece.rank, piece.path, offset, digest))
+                digest = None
+                offset += size * box_size(box)
+    return StoredTensor(parameter.name, parameter.shape, dtype, None, (), tuple(boxes))
+
+
+def _untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:
+    """Return buffers and frozen parameters; with stage 3, each model's file has a part of these."""
+    model = models[0]
+    tensors = {}
+    for key, tensor in model.tensors.items():
+        name = key.removeprefix(_MODULE)
+        # With stage 3 these entries of parameters are empty.
+        if name != key and (stage < 3 or 0 not in tensor.local.shape):
+            tensors[name] = whole_tensor(name, model.path, tensor)
+    for name, shape in _shapes_of(model, _under(model, "frozen_param_shapes")).items():
+        local = (-(-prod(shape) // len(models)),) if stage == 3 else shape
+        lines: _ZeroLines = {}
+        for rank, state in enumerate(models[: len(models) if stage == 3 else 1]):
+            part = state.tensors.get(f"frozen_param_fragments.{name}")
+            if part is None or part.local.shape != local:
+                raise CheckpointError(
+                    f"{state.path}: lacks its {prod(local)} elements of the frozen parameter "
+                    f"{name!r} of shape {list(shape)}; the file was changed, restore it"
+                )
+            lines[rank] = [_FlatPiece(rank, state.path, part, range(prod(local)))]
+            tensors[name] = whole_tensor(name, state.path, part)
+        if stage == 3:
+            tensors[name] = _tensor_of(_Parameter(name, shape, 0, range(prod(local))), lines, stage)
+    return tensors
+
+
+def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
+    """Add parameters that share the storage of others, under their names."""
+    for alias, target in _under(model, "shared_params").items():
+        if isinstance(target, str) and target in tensors:
+            tensors[alias] = replace(tensors[target], name=alias)
+
+
+def _under(state: TorchState, key: str) -> dict[str, object]:
+    """Return the entries of a flattened dict."""
+    start = f"{key}."
+    return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
+
+
+def _extras_of(*states: TorchState) -> dict[str, object]:
+    """Return the entries that are neither tensors nor descriptions of their layout."""
+    omitted = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
+    return {
+        name: plain_value(value, state.archive)
+        for state in states
+        for name, value in state.extras.items()
+        if not name.removeprefix(f"{_OPTIMIZER}.").startswith(omitted)
+    }
 
 
 def _read_run(place: StoragePath) -> _Run:
@@ -138,7 +245,7 @@ def _read_run(place: StoragePath) -> _Run:
     if parallel is not None:
         raise CheckpointError(
             f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; "
-            f"DeepSpeed joins them: {TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
+            f"DeepSpeed joins them: {_TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
         )
     paths = _files(place, names, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths)
@@ -211,24 +318,24 @@ def _files(
 
 def _number(state: TorchState, key: str) -> int | None:
     """Return a number of an optimizer's state, which may be in a list or an enum."""
-    value = state.extras.get(f"{OPTIMIZER}.{key}")
+    value = state.extras.get(f"{_OPTIMIZER}.{key}")
     values = value.args if isinstance(value, Record) else value
     values = values if isinstance(values, list | tuple) else [values]
     return max((number for number in values if type(number) is int), default=None)
 
 
-def _parameters(run: _Run) -> tuple[list[Parameter], list[int]]:
+def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
     """Return the place of each parameter, and the length that each line of tensors must have."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
-    stated = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
+    stated = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
     paddings = stated if isinstance(stated, list) and run.stage < 3 else []
-    parameters: list[Parameter] = []
+    parameters: list[_Parameter] = []
     needed: list[int] = []
     at = 0
     for number, group in enumerate(groups if isinstance(groups, list) else [groups]):
         at = at if run.stage == 3 else 0
-        shapes = shapes_of(model, group)
+        shapes = _shapes_of(model, group)
         gaps = paddings[number] if number < len(paddings) else [0] * len(shapes)
         counts = isinstance(gaps, list) and all(type(gap) is int and gap >= 0 for gap in gaps)
         if not counts or len(gaps) != len(shapes):
@@ -238,7 +345,7 @@ def _parameters(run: _Run) -> tuple[list[Parameter], list[int]]:
             )
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             count = -(-prod(shape) // ranks) if run.stage == 3 else prod(shape)
-            parameters.append(Parameter(name, shape, number, range(at, at + count)))
+            parameters.append(_Parameter(name, shape, number, range(at, at + count)))
             at += count + gap
         needed.append(at)
     return parameters, [at] * ranks if run.stage == 3 else needed
@@ -268,7 +375,7 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
     return flat, scalars
 
 
-def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLines]:
+def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLines]:
     """Return the flat tensors of every kind in order.
 
     Raises CheckpointError if one is missing, or does not have the length that parameters need.
@@ -276,7 +383,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLin
     stage, ranks = run.stage, len(run.optimizers)
     count = sum(kind == _WEIGHT for kind, _ in flat)
     groups = range(max(count, 1 if stage == 3 else len(needed)))
-    lines: dict[str, ZeroLines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
+    lines: dict[str, _ZeroLines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
         if stage < 3 and kind != _WEIGHT and not parts:
@@ -303,11 +410,11 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLin
                     "or cut off, or these are of another save; restore the files of one"
                 )
             span = range(start, start + part.local.shape[0])
-            line.append(FlatPiece(rank, state.path, part, span))
+            line.append(_FlatPiece(rank, state.path, part, span))
     return lines
 
 
-def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: ZeroLines) -> None:
+def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
     """Compare the places of parameters with those that ranks of stages 1 and 2 record."""
     # With round_robin_gradients these are from before DeepSpeed changed their order.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
@@ -315,7 +422,7 @@ def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: ZeroLines
         return
     by_name = {(parameter.group, parameter.name): parameter for parameter in parameters}
     for rank, state in enumerate(run.optimizers):
-        stated = state.extras.get(f"{OPTIMIZER}.param_slice_mappings")
+        stated = state.extras.get(f"{_OPTIMIZER}.param_slice_mappings")
         for group, slices in enumerate(stated if isinstance(stated, list) else ()):
             for name, note in slices.items() if isinstance(slices, dict) else ():
                 expected = None

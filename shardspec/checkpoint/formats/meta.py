@@ -26,7 +26,6 @@ from shardspec.layout.rules import RuleSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _PARAMS: Final = "params.json"
-_MAX_BYTES: Final = 1 << 20
 _WIDTH: Final = "norm.weight"
 _SHARE: Final = "layers.0.attention.wo.weight"
 _TOKENS: Final = "tok_embeddings.weight"
@@ -76,7 +75,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Return the parameters of the model; raises CheckpointError if the tensors contradict them."""
-    params = read_json(path, _PARAMS, _MAX_BYTES)
+    params = read_json(path, _PARAMS)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
     implied: dict[str, int | None] = {

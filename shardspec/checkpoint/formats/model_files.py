@@ -53,7 +53,6 @@ _BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_bin_index: Final = _BIN_INDEX.fullmatch
 """Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
 
-_MAX_INDEX_BYTES: Final = 256 << 20
 _NUMBERED: Final = re.compile(
     r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL
 )
@@ -270,7 +269,7 @@ def files_of_index(index: StoragePath) -> ModelFiles:
     Raises `CheckpointError` if it names none, or leaves out a numbered file that lies beside them.
     """
     names: dict[str, set[str]] = {}
-    stated = read_json(index, "index", _MAX_INDEX_BYTES)
+    stated = read_json(index, "index")
     for name, home in field(stated, "weight_map", dict, index, "").items():
         home = checked(home, str, index, f"weight_map[{shown(name)}]")
         names.setdefault(home, set()).add(name)

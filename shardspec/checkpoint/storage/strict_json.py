@@ -14,9 +14,10 @@ from shardspec.text import shown
 
 _Kind = TypeVar("_Kind")
 
-_MOST_VALUES: Final = 10_000_000
-"""Values in one text: a safetensors header of a million tensors has fewer. Each takes up to 72
-bytes of memory."""
+_ROOM_BYTES: Final = 448 << 20
+"""The memory that a text and its values may take: a safetensors header of some 400,000 tensors."""
+_COSTS: Final = {b"[": 72, b"{": 72, b":": 120, b",": 40, b'"': 24}
+"""Roughly the memory for what follows each of these characters."""
 _MOST_CONFIG_BYTES: Final = 1 << 24
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -44,7 +45,7 @@ def parse_json(
     data: bytes,
     file: PurePath,
     what: str,
-    most_values: int = _MOST_VALUES,
+    room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
     """Return the value that bytes hold as JSON, in which no key is repeated; `what` names it.
@@ -63,8 +64,13 @@ def parse_json(
             fail(f"has the key {shown(twice)} twice")
         return shrink(value)
 
-    if sum(map(data.count, (b"[", b"{", b","))) > most_values:
-        fail(f"has more than {most_values} values")
+    width = 1 if data.isascii() else 4
+    cost = sum(each * data.count(char) for char, each in _COSTS.items())
+    if len(data) * (1 + 2 * width) + cost > room_bytes:
+        raise CheckpointError(
+            f"{file}: the {what} has {len(data)} bytes, whose values would take more than "
+            f"{room_bytes >> 20} MiB of memory; save in fewer tensors, or restore the file"
+        ) from None
     try:
         value: object = json.loads(
             data.decode(),
@@ -116,15 +122,17 @@ def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) ->
     return [field(parent, name, kind, file, at) for name, kind in kinds.items()]
 
 
-def read_json(path: StoragePath, what: str, most_bytes: int, *more: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the object that a file of a limited size holds as JSON; `more` is for `parse_json`."""
+def read_json(
+    path: StoragePath,
+    what: str,
+    room_bytes: int = _ROOM_BYTES,
+    shrink: Callable[[dict[str, Any]], object] = lambda value: value,
+) -> dict[str, Any]:
+    """Return the object that a file holds as JSON; see `parse_json`."""
     with path.open() as file:
-        if file.num_bytes > most_bytes:
-            raise CheckpointError(
-                f"{path}: has {file.num_bytes} bytes, past the {most_bytes} that it may have; it "
-                "is damaged, restore it"
-            )
-        value = parse_json(file.read(0, file.num_bytes), path, what, *more)
+        # More is refused by its size.
+        data = file.read(0, min(file.num_bytes, room_bytes // 3 + 1))
+        value = parse_json(data, path, what, room_bytes, shrink)
     return checked(value, dict, path, f"the {what}")
 
 

@@ -23,6 +23,8 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.resharding.state import KeyPath, Place
 
 METADATA_NAME: Final = ".metadata"
+_ROOM_PER_BYTE: Final = 24
+"""For the metadata of millions of chunks, which take half of that."""
 Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
 """The places of entries, by name and, for a chunk, its offsets."""
 
@@ -102,7 +104,7 @@ def read_metadata(
     """
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
-    root = unpickler.unpickle(data, _NAMES, path, "metadata")
+    root = unpickler.unpickle(data, _NAMES, path, "metadata", room_per_byte=_ROOM_PER_BYTE)
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
     match root.get("state_dict_metadata"), root.get("storage_data"), root.get("mcore_data") or {}:

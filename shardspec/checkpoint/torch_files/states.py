@@ -52,7 +52,7 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.resharding.state import KeyPath, Place, dotted_name
 
-_MAX_PARTS: Final = 4 << 20
+_MAX_PARTS: Final = 1 << 20
 _MAX_DEPTH: Final = 64
 _MAX_PLAIN_PARTS: Final = 100_000
 _MAX_PLAIN_DEPTH: Final = 100

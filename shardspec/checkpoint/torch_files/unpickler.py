@@ -19,20 +19,33 @@ from shardspec.errors import CheckpointError
 from shardspec.text import printable, shown
 
 MAX_PICKLE_BYTES: Final = 256 << 20
-_MAX_STEPS: Final = 150_000_000
-"""Instructions of some two million chunks of tensors."""
-_FREE_BYTES: Final = 48 << 20
-_BYTES_A_BYTE: Final = 20
-"""The memory that a pickle may take: a fixed amount, and an amount for each of its bytes."""
-_COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
-"""Roughly the memory for what an instruction makes; others take some 10 times their bytes."""
-_MAX_MARKS: Final = 10_000
+_ROOM_BYTES: Final = 320 << 20
+"""The memory that the values of a pickle may take."""
+_PLACE_BYTES: Final = 16
+_COSTS: Final = [_PLACE_BYTES] * 256
+"""Roughly the memory for the result of each instruction, with its place on the stack."""
+for _codes, _num_bytes in {
+    b"\x94qr": 10,
+    b"(": 40,
+    b"MJ\x8a\x8bG": 48,
+    b"CB": 52,
+    b"\x8cX\x8d": 92,
+    b"}]": 80,
+    b"\x8f": 240,
+    b"sua\x90": 40,
+    b"t\x85\x86\x87e\x91": 72,
+    b"R\x81Q": 72,
+    b"c\x93": 1100,  # the class that a name stands for
+    b"b": 0,
+}.items():
+    for _code in _codes:
+        _COSTS[_code] = _num_bytes
+_ITEM_COSTS: Final = dict.fromkeys(b"su", 50) | dict.fromkeys(b"\x90\x91", 110)
+"""Roughly the memory for each item of a dict or set; other items take less than on the stack."""
 _MAX_INT_BYTES: Final = 64
 _MAX_KEY_PARTS: Final = 66
 _MAX_ALIKE: Final = 10_000
 """Limit of tuples as keys, and of numbers of more than 64 bits: they could have equal hashes."""
-_MAX_FOREIGN: Final = 1000
-"""Limit of names in a pickle that are not on the list: each takes a kilobyte."""
 _SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
 _ARGUMENT_BYTES: Final = [
     sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
@@ -215,9 +228,10 @@ class _Unpickler:
         persistent: Callable[[object], object],
         *,
         foreign: bool,
+        room_bytes: int,
     ) -> None:
         self._data, self._names, self._persistent = data, dict(names), persistent
-        self._more_names = _MAX_FOREIGN if foreign else 0
+        self._foreign, self._room_bytes = foreign, room_bytes
         self._alike = 0
         """Tuples as keys and long numbers so far."""
 
@@ -225,13 +239,12 @@ class _Unpickler:
         _require(isinstance(module, str) and isinstance(name, str))
         path = f"{module}.{name}"
         if path not in self._names:
-            if not self._more_names:
+            if not self._foreign:
                 raise RefusedError(
                     f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
                     "checkpoint; nothing of it was run. If you trust its writer, save it again as "
                     "a state dict of tensors and plain values"
                 )
-            self._more_names -= 1
             self._names[path] = foreign_class(path)
         return self._names[path]
 
@@ -285,20 +298,21 @@ class _Unpickler:
     def load(self) -> object:  # noqa: C901  # a case an opcode
         """Return the value; raises RefusedError, or one of `_ODD`."""
         data = self._data
-        # An upper bound: bytes inside texts and numbers are counted too.
-        cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
-        if len(data) > MAX_PICKLE_BYTES or cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
+        if len(data) > MAX_PICKLE_BYTES:
             raise RefusedError(_TOO_MUCH)
         _require(data.startswith(_STARTS))
         stack: list[Any] = []
         memo: list[Any] = []
         marks: list[int] = []
-        push, memoize, sizes, number = stack.append, memo.append, _ARGUMENT_BYTES, int.from_bytes
+        push, memoize, number = stack.append, memo.append, int.from_bytes
+        sizes, costs = _ARGUMENT_BYTES, _COSTS
+        room = self._room_bytes
         at = 2
         # What reaches past the end meets no further instruction. Most frequent ones come first.
-        for _ in range(_MAX_STEPS):
+        while room >= 0:
             code = data[at]
             at += 1
+            room -= costs[code]
             if size := sizes[code]:
                 count = data[at] if size == 1 else number(data[at : at + size], "little")
                 at += size
@@ -314,6 +328,7 @@ class _Unpickler:
                 elif code in b"\x8cX\x8d":  # texts
                     push(data[at : at + count].decode("utf-8", "surrogatepass"))
                     at += count
+                    room -= 4 * min(count, len(data))
                 elif code == 0x4A:  # BININT
                     push(count - ((count & 1 << 31) << 1))
                 elif code == 0x47:  # BINFLOAT
@@ -321,6 +336,7 @@ class _Unpickler:
                 elif code in b"CB":  # bytes
                     push(data[at : at + count])
                     at += count
+                    room -= min(count, len(data))
                 elif code in b"\x8a\x8b":  # LONG1, LONG4
                     push(self._long(data[at : at + count], count))
                     at += count
@@ -334,13 +350,12 @@ class _Unpickler:
                 push(_EMPTY[code]())
             elif code == 0x28:  # MARK
                 marks.append(len(stack))
-                if len(marks) > _MAX_MARKS:
-                    raise RefusedError(_TOO_MUCH)
             elif code in _TAKES:  # the items of tuples and containers
                 first = len(stack) - _TAKES[code] if _TAKES[code] else marks.pop()
                 _require(first >= 0)
                 items = stack[first:]
                 del stack[first:]
+                room -= (_ITEM_COSTS.get(code, 8) - _PLACE_BYTES) * len(items)
                 if code in b"t\x85\x86\x87":
                     push(tuple(items))
                 elif code == 0x91:  # FROZENSET
@@ -413,16 +428,20 @@ def unpickle(
     persistent: Callable[[object], object] = _no_storage,
     *,
     foreign: bool = False,
+    room_per_byte: int = 0,
 ) -> object:
     """Return the value of a pickle, in which the classes of `names` stand for those that it names.
 
     `path` and `what` (``"metadata"``) are for errors. `persistent` resolves references to objects
     outside the pickle. Names that are not listed stand for `Foreign` objects if `foreign` is set,
-    and are refused otherwise. Raises PickleError if the pickle is refused or damaged.
+    and are refused otherwise. The values may take `room_per_byte` for each byte, if that is more
+    than a fixed amount. Raises PickleError if the pickle is refused or damaged.
     """
     try:
         with no_collection():
-            return _Unpickler(data, names, persistent, foreign=foreign).load()
+            room = max(_ROOM_BYTES, room_per_byte * len(data))
+            made = _Unpickler(data, names, persistent, foreign=foreign, room_bytes=room)
+            return made.load()
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.storage.checksums import crc32, crc32_of
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
-from shardspec.checkpoint.torch_files.unpickler import MAX_PICKLE_BYTES, PickleError
+from shardspec.checkpoint.torch_files.unpickler import PickleError
 from shardspec.errors import CheckpointError
 
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
@@ -26,6 +26,8 @@ _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
 """Read at once from the end, enough for the directory of a single tensor."""
+_MAX_PICKLE_BYTES: Final = 32 << 20
+"""Some 200,000 tensors, whose bytes are records of their own."""
 _MAX_DIRECTORY_BYTES: Final = 16 << 20
 """Some 150,000 records; larger ones would fill the memory."""
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
@@ -103,9 +105,9 @@ class TorchZip:
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of the pickle."""
         size = self.record("data.pkl").num_bytes
-        if size > MAX_PICKLE_BYTES:
+        if size > _MAX_PICKLE_BYTES:
             raise PickleError(
-                f"{self.what}: its pickle has {size} bytes, past the limit of {MAX_PICKLE_BYTES}; "
+                f"{self.what}: its pickle has {size} bytes, past the limit of {_MAX_PICKLE_BYTES}; "
                 "save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")

@@ -133,15 +133,15 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
         finished = done[id(tensor)]
         if finished._version() != before[id(tensor)]:  # a flag as inplace=True asked for it
             _check_writable(call, tensor)
-            tensor.write(_sharded(_whole(finished), tensor, tensor.layout).shards)
+            tensor._write(_sharded(_whole(finished), tensor, tensor.layout).shards)
 
     def ours(leaf: object) -> object:
         if id(leaf) in owners:
             return owners[id(leaf)]
-        if isinstance(leaf, TensorLike) and leaf.part_of is not None:
-            tensor = owners.get(id(leaf.part_of.base))
+        if isinstance(leaf, TensorLike) and leaf._part_of is not None:
+            tensor = owners.get(id(leaf._part_of.base))
             if tensor is not None:
-                leaf.become_part_of(tensor)
+                leaf._become_part_of(tensor)
         return leaf
 
     return tree_map(ours, result)
@@ -192,9 +192,9 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
 
 def _check_writable(call: Call, tensor: TensorLike) -> None:
     """Raise `LayoutError` if a write to the tensor would be lost, or would miss a gradient."""
-    tensor.check_current()
-    part, name = tensor.part_of, call.names.shown
-    if torch.is_grad_enabled() and tensor.is_leaf_with_gradient():
+    tensor._check_current()
+    part, name = tensor._part_of, call.names.shown
+    if torch.is_grad_enabled() and tensor._is_leaf_with_gradient():
         raise LayoutError(
             f"{name} would write to a leaf that requires a gradient; do it under "
             "torch.no_grad(), or without writing in place"
@@ -210,7 +210,7 @@ def _check_writable(call: Call, tensor: TensorLike) -> None:
                 f"{name} would write to a part of a tensor whose gradient is tracked; assign to "
                 "the part, as in t[1] = value, or write under torch.no_grad()"
             )
-        part = part.base.part_of
+        part = part.base._part_of
 
 
 # --- on shards ---
@@ -272,12 +272,12 @@ def _on_shards(call: Call) -> Any:  # noqa: ANN401
             shards: Any = dict(zip(devices, leaves, strict=False))
             made = first._made(layout, first.communicator, shards)
             if call.names.plain in VIEWS and _is_alias(leaves[0], given[0][id(first)]):
-                made.become_part_of(first)
+                made._become_part_of(first)
             return made
         if writes or (copies and call.names.plain not in _MAY_RETURN_ARGUMENT):
             if not writes:
                 _check_writable(call, owner)
-            owner.write({d: g[id(owner)] for d, g in zip(devices, given, strict=False)})
+            owner._write({d: g[id(owner)] for d, g in zip(devices, given, strict=False)})
         return owner
 
     columns = zip(*(leaves for leaves, _ in returned), strict=True)
@@ -377,13 +377,13 @@ def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies
         if call.names.plain in VIEWS:
             for tensor in tensors:
                 if _is_alias(leaf, theirs[id(tensor)]):
-                    made.become_part_of(tensor)
+                    made._become_part_of(tensor)
         kinds = facts_of_layout(made.layout).pending
         if kinds <= {"sum", "avg"}:
             return made
         return made.redistribute(made.layout.spec.without_partial())
     if call.names.writes:
-        owner.write(first._wrap(leaf).shards if copies else {})
+        owner._write(first._wrap(leaf).shards if copies else {})
     return owner
 
 
@@ -459,7 +459,7 @@ def _in_whole(call: Call) -> Any:  # noqa: ANN401
                 f"{call.names.shown} would change the shape of a DTensor of layout {owner.layout} "
                 "in place; use the function that returns a new tensor"
             )
-        owner.write(_sharded(whole, first, owner.layout).shards)
+        owner._write(_sharded(whole, first, owner.layout).shards)
     wanted = iter(layouts or ())
     bases = {_place_in_memory(wholes[id(tensor)]): tensor for tensor in reversed(tensors)}
 
@@ -473,7 +473,7 @@ def _in_whole(call: Call) -> Any:  # noqa: ANN401
         made = _sharded(leaf, first, layout)
         base = bases.get(_place_in_memory(leaf)) if leaf.numel() else None
         if base is not None:
-            made.become_part_of(base)
+            made._become_part_of(base)
         return made
 
     return tree_map(ours, result)

@@ -1,6 +1,6 @@
 """Gradients of DTensors: requesting, retaining, hooks, and computation by `torch.autograd`.
 
-All of it passes `TensorLike.nodes` to autograd, the single set of tracked tensors.
+All of it passes `TensorLike._nodes` to autograd, the single set of tracked tensors.
 """
 
 import inspect
@@ -26,7 +26,7 @@ class Differentiable(TensorLike):
     __slots__ = ()
 
     @outside_graphs
-    def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
+    def _of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
         """Return the gradients of the shards as one tensor without pending reductions.
 
         None if all gradients are None. Some missing ones, as of devices whose shards were not used,
@@ -42,10 +42,10 @@ class Differentiable(TensorLike):
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return self._made(layout, self.communicator, shards)
 
-    def as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
+    def _as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
         """Return a gradient of this tensor as those of its shards; every rank calls this."""
         complete: Self = gradient.redistribute(self.layout.spec.without_partial())
-        return complete.nodes()
+        return complete._nodes()
 
     @property
     def grad(self) -> Self | None:
@@ -54,25 +54,25 @@ class Differentiable(TensorLike):
         Gradients accumulate until it is set to None.
         """
         # torch warns if the gradient of a non-leaf is requested.
-        return self.of_gradients(
-            [node.grad if node.is_leaf or node.retains_grad else None for node in self.nodes()]
+        return self._of_gradients(
+            [node.grad if node.is_leaf or node.retains_grad else None for node in self._nodes()]
         )
 
     @grad.setter
     def grad(self, gradient: Self | None) -> None:
-        nodes = self.nodes()
-        given = [None] * len(nodes) if gradient is None else self.as_gradients(gradient)
+        nodes = self._nodes()
+        given = [None] * len(nodes) if gradient is None else self._as_gradients(gradient)
         for node, of_node in zip(nodes, given, strict=True):
             node.grad = of_node
 
     @property
     def retains_grad(self) -> bool:
         """Whether the gradient is retained although this is not a leaf."""
-        return any(node.retains_grad for node in self.nodes())
+        return any(node.retains_grad for node in self._nodes())
 
     def retain_grad(self) -> None:
         """Retain the gradient even if this is not a leaf."""
-        for node in self.nodes():
+        for node in self._nodes():
             node.retain_grad()
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> RemovableHandle:
@@ -82,7 +82,7 @@ class Differentiable(TensorLike):
         shards, whose gradients arrive one at a time, the function is called after the last one, and
         a replacement raises `LayoutError`.
         """
-        nodes = self.nodes()
+        nodes = self._nodes()
         gradients: dict[int, torch.Tensor] = {}
 
         def arrived(number: int, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -91,14 +91,14 @@ class Differentiable(TensorLike):
             gradients[number] = gradient
             if len(gradients) < len(nodes):
                 return None
-            whole = self.of_gradients([gradients.pop(each) for each in range(len(nodes))])
+            whole = self._of_gradients([gradients.pop(each) for each in range(len(nodes))])
             other = None if whole is None else hook(whole)
             if other is not None and len(nodes) > 1:
                 raise LayoutError(
                     "a hook cannot replace the gradient of a tensor where one process holds "
                     f"{len(nodes)} shards of it; return None, or hook the shards themselves"
                 )
-            return None if other is None else self.as_gradients(other)[0]
+            return None if other is None else self._as_gradients(other)[0]
 
         # torch leaves register_hook untyped.
         return _Handles(
@@ -110,7 +110,7 @@ class Differentiable(TensorLike):
 
         If this process holds several shards, it is called once each has its gradient.
         """
-        nodes = self.nodes()
+        nodes = self._nodes()
         missing = len(nodes)
 
         def arrived(_: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class Differentiable(TensorLike):
 
     def detach_(self) -> Self:
         """Detach the tensor from its history in place; return the tensor itself."""
-        for node in self.nodes():
+        for node in self._nodes():
             node.detach_()
         return self
 
@@ -139,7 +139,7 @@ class Differentiable(TensorLike):
         """Return a view of the shape of another tensor."""
         if other.shape == self.shape:  # torch uses this to find where gradients arrive
             view = self._view(lambda shard: shard.view_as(shard))
-            view.become_part_of(self)
+            view._become_part_of(self)
             return view
         result: Self = self._call(torch.Tensor.view, other.shape)
         return result
@@ -149,7 +149,7 @@ class Differentiable(TensorLike):
         """Return a view of every shard."""
         shards = {device: view(shard) for device, shard in self.shards.items()}
         made = self._made(self.layout, self.communicator, shards)
-        made.part_of = self.part_of
+        made._part_of = self._part_of
         return made
 
 
@@ -172,7 +172,7 @@ GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autog
 def go_back(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:  # noqa: ANN401
-    """Compute gradients by one of `GOING_BACK`, at the `nodes` of DTensors."""
+    """Compute gradients by one of `GOING_BACK`, at the `_nodes` of DTensors."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     ends, sources = _listed(given.pop(next(iter(given)))), _listed(given.pop("inputs", None))
     names = ("gradient", "grad_tensors", "grad_outputs")
@@ -185,7 +185,7 @@ def go_back(
     pairs = zip(ends, starts or [None] * len(ends), strict=True)
     started = [node for end, start in pairs for node in _started(end, start)]
     outputs, gradients = [node for node, _ in started], [gradient for _, gradient in started]
-    nodes = [s.nodes() if isinstance(s, TensorLike) else (s,) for s in sources]
+    nodes = [s._nodes() if isinstance(s, TensorLike) else (s,) for s in sources]
     inputs = [node for of_source in nodes for node in of_source]
     if function is not torch.autograd.grad:
         with _of_plain_tensors():
@@ -210,7 +210,7 @@ def go_back(
                     "graph. Set allow_unused=True if this is the desired behavior."
                 )
         ours = isinstance(source, Differentiable)
-        results.append(source.of_gradients(of_nodes) if ours else of_nodes[0])
+        results.append(source._of_gradients(of_nodes) if ours else of_nodes[0])
     return tuple(results)
 
 
@@ -241,12 +241,12 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
             f"backward: a gradient of shape {tuple(start.shape)} is given for a tensor of shape "
             f"{tuple(end.shape)}"
         )
-    if start is None and end.numel() != 1:
+    if start is None and end.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     complete = end.redistribute(end.layout.spec.without_partial())
     if isinstance(start, TensorLike):
-        return list(zip(complete.nodes(), complete.as_gradients(start), strict=True))
-    return [(node, torch.ones_like(node) if start is None else start) for node in complete.nodes()]
+        return list(zip(complete._nodes(), complete._as_gradients(start), strict=True))
+    return [(node, torch.ones_like(node) if start is None else start) for node in complete._nodes()]
 
 
 @contextmanager

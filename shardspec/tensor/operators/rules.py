@@ -29,14 +29,14 @@ POINTWISE: Final = _words(
     acos acosh addcdiv addcmul alpha_dropout angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bernoulli bfloat16 bitwise_and bitwise_left_shift
     bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool cauchy ceil celu clamp clamp_max
-    clamp_min clip clone conj_physical copy copysign cos cosh deg2rad detach digamma div divide
+    clamp_min clip clone conj_physical copy cos cosh deg2rad detach digamma div divide
     double dropout elu empty_like erf erfc erfinv exp exp2 expm1 exponential fill float
     float_power floor floor_divide fmax fmin fmod frac full_like gcd gelu geometric greater
     greater_equal half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma
     igammac int invert isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp
     leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_normal logaddexp logaddexp2
     logical_and logical_not logical_or logical_xor logit logsigmoid long masked_fill maximum
-    minimum mish multiply mvlgamma nan_to_num native_dropout neg negative nextafter normal
+    minimum mish multiply mvlgamma nan_to_num native_dropout neg negative normal
     not_equal ones_like polar polygamma pos positive rad2deg rand_like randint_like randn_like
     random reciprocal relu relu6 remainder round rrelu rsqrt rsub selu sgn short sigmoid sign
     signbit silu sin sinc sinh softplus softshrink softsign special_bessel_j0 special_entr
@@ -71,7 +71,7 @@ VIEWS: Final = (LINEAR_VIEWS | CUTTING) - _words("cat clone flip gather index_se
 """Results may share the memory of an argument."""
 OF_SHAPE: Final = _words(
     """dim_order element_size is_complex is_contiguous is_floating_point is_signed itemsize nbytes
-    ndimension nelement storage_offset stride"""
+    ndimension nelement numel size storage_offset stride"""
 )
 """Answered from shape and dtype."""
 OF_DEVICE: Final = _words(

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
     from torch.distributed.tensor import Placement
 
+    # The stubs of torch take only its own tensors, and what this is they need not know.
+    Base = Any
+else:
+    Base = object
+
 
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
@@ -62,21 +67,21 @@ class PartOf:
     """Whether the view was gathered, so that its shards are not in the base's memory."""
 
 
-class TensorLike:
+class TensorLike(Base):  # type: ignore[misc]
     """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
     Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks the shards.
     """
 
-    __slots__ = ("_shards", "_torch", "_writes", "communicator", "is_given", "layout", "part_of")
+    __slots__ = ("_is_given", "_part_of", "_shards", "_torch", "_writes", "communicator", "layout")
 
     layout: Layout
     """The layout of the tensor."""
     communicator: Communicator
     """The communicator that moves shards between devices."""
-    part_of: PartOf | None
+    _part_of: PartOf | None
     """The tensor that this is a view of; None if it is no view."""
-    is_given: bool
+    _is_given: bool
     """Whether the caller gave the shards, so that the tensor is no leaf even if they are."""
     _writes: int
     """How often functions have written to it."""
@@ -96,7 +101,7 @@ class TensorLike:
     ) -> None:
         self.layout, self.communicator = layout, communicator
         self._torch, self._shards = tensor, shards
-        self.part_of, self.is_given, self._writes = None, False, 0
+        self._part_of, self._is_given, self._writes = None, False, 0
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         """Return torch's DTensor as an instance of this class, on this tensor's mesh."""
@@ -156,14 +161,6 @@ class TensorLike:
         """Return the number of tensor dims."""
         return self.ndim
 
-    def numel(self) -> int:
-        """Return the number of elements of the global tensor."""
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:  # noqa: ANN401
-        """Return the sizes of the global tensor, or one of them."""
-        return self.shape if dim is None else self.shape[dim]
-
     def __len__(self) -> int:
         if not self.layout.global_shape:
             raise TypeError("len() of a tensor without dims")
@@ -172,7 +169,7 @@ class TensorLike:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._call(torch.Tensor.unbind, 0))
 
-    def nodes(self) -> tuple[torch.Tensor, ...]:
+    def _nodes(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that autograd tracks for this one: its shards."""
         return tuple(self.shards.values())
 
@@ -181,7 +178,7 @@ class TensorLike:
         """Whether gradients are tracked for the shards."""
         if self._shards is None and self._torch is not None:
             return self._torch.requires_grad
-        return any(node.requires_grad for node in self.nodes())
+        return any(node.requires_grad for node in self._nodes())
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -189,37 +186,37 @@ class TensorLike:
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Start or stop tracking gradients; return the tensor itself."""
-        for node in self.nodes():
+        for node in self._nodes():
             node.requires_grad_(requires_grad)
         return self
 
     @property
     def is_leaf(self) -> bool:
         """Whether gradients are collected here, or none are tracked."""
-        return all(node.is_leaf for node in self.nodes())
+        return all(node.is_leaf for node in self._nodes())
 
     @property
     def grad_fn(self) -> object:
         """The autograd node that computed the tensor; None for a leaf."""
-        return next((node.grad_fn for node in self.nodes()), None)
+        return next((node.grad_fn for node in self._nodes()), None)
 
     @property
     def output_nr(self) -> int:
         """Which result of ``grad_fn`` this is."""
-        return next((node.output_nr for node in self.nodes()), 0)
+        return next((node.output_nr for node in self._nodes()), 0)
 
-    def is_leaf_with_gradient(self) -> bool:
+    def _is_leaf_with_gradient(self) -> bool:
         """Whether gradients are collected at its own shards."""
-        return self.requires_grad and self.is_leaf and not self.is_given
+        return self.requires_grad and self.is_leaf and not self._is_given
 
-    def mark_unusable(self, why: str) -> None:
+    def _mark_unusable(self, why: str) -> None:
         """Drop shards that were half written when a rank failed; later use raises."""
         self._torch, self._shards = None, why
 
     @property
     def shards(self) -> dict[int, torch.Tensor]:
         """The shard of every device that this process holds, by physical id."""
-        self.check_current()
+        self._check_current()
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
         if self._shards is None:
@@ -239,7 +236,7 @@ class TensorLike:
         mixture of pending reductions, or takes uneven shards for others, as those of 9 rows by
         ``[S10]`` on a mesh of (4, 2).
         """
-        self.check_current()
+        self._check_current()
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
         tracked = torch.is_grad_enabled() and self.requires_grad
@@ -285,21 +282,21 @@ class TensorLike:
     def _is_tracked(self) -> bool:
         return any(each.requires_grad for each in self._memory())
 
-    def become_part_of(self, base: "TensorLike") -> None:
+    def _become_part_of(self, base: "TensorLike") -> None:
         """Note that this tensor is a view of another one."""
         mine, theirs = list(self.shards.values()), list(base.shards.values())
         is_copy = any(
             one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
             for one, other in zip(mine, theirs, strict=True)
         )
-        self.part_of = PartOf(base, base._version(), base._is_tracked(), is_copy)
+        self._part_of = PartOf(base, base._version(), base._is_tracked(), is_copy)
 
-    def check_current(self) -> None:
+    def _check_current(self) -> None:
         """Raise `LayoutError` if this is a view that does not see a later write to its base."""
-        part = self.part_of
+        part = self._part_of
         if part is None:
             return
-        part.base.check_current()
+        part.base._check_current()
         gained_history = part.base._is_tracked() and not part.is_tracked
         if part.version != part.base._version() and (
             part.is_copy or self._is_tracked() or gained_history
@@ -309,7 +306,7 @@ class TensorLike:
                 f"{part.base.layout} was written to; take it again"
             )
 
-    def write(self, shards: Mapping[int, torch.Tensor]) -> None:
+    def _write(self, shards: Mapping[int, torch.Tensor]) -> None:
         """Copy values into the shards, whose gradients then flow to `shards`."""
         from shardspec.tensor.run import written
 
