@@ -45,7 +45,7 @@ KIND = {
 }
 JOINING = [name for name in preset_names() if link_preset(name).link.port]
 """Links between nodes."""
-COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
+COLORS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
 
 
 def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
@@ -218,12 +218,12 @@ def panel(title: str, points: list[tuple[str, float, float]]) -> str:
     for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, p, m in points}):
         parts.append(
             f'<circle cx="{margin + x:.1f}" cy="{margin + size - y:.1f}" r="1.6" '
-            f'fill="{COLOURS[kind]}" fill-opacity=".6"/>'
+            f'fill="{COLORS[kind]}" fill-opacity=".6"/>'
         )
-    for line, (kind, colour) in enumerate(COLOURS.items()):
+    for line, (kind, color) in enumerate(COLORS.items()):
         y = margin + 16 + 16 * line
         parts.append(
-            f'<circle cx="{margin + 12}" cy="{y - 4}" r="4" fill="{colour}"/>'
+            f'<circle cx="{margin + 12}" cy="{y - 4}" r="4" fill="{color}"/>'
             f'<text x="{margin + 22}" y="{y}">{kind}</text>'
         )
     parts.append(

@@ -197,7 +197,7 @@ def npy_head(dtype: str, box: Box) -> bytes:
 
 FORMAT = Format(
     name="npz",
-    recognises=lambda names: any(map(is_of_rank, names)),
+    recognizes=lambda names: any(map(is_of_rank, names)),
     open=open_npz,
     lay_out=lay_out,
     writes=("merged", "sharded"),

@@ -330,7 +330,7 @@ def test_questions_about_the_calling_rank_need_a_job():
         with pytest.raises(CommunicatorError) as caught:
             ask()
         assert str(caught.value) == (
-            "torch.distributed is not initialised, so this process has no rank; start the program "
+            "torch.distributed is not initialized, so this process has no rank; start the program "
             "with torchrun, or name a device, as in mesh.coordinates(0)"
         )
     with pytest.raises(CommunicatorError, match="get_group is about the calling rank"):

@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4531, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (55035, 343),
+    "tests": (55104, 344),  # 69 lines hold the rules of plain English
 }
 
 

@@ -58,7 +58,7 @@ _NOT_READ: Final = (
         "name the model beside it, or save optimizers as torch_dist",
     ),
 )
-"""What is recognised and not read: its name, its files, and what helps."""
+"""What is recognized and not read: its name, its files, and what helps."""
 
 
 class _Place(NamedTuple):

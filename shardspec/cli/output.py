@@ -37,7 +37,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def say_styled(text: str, *, nl: bool = True) -> None:
-    """Print a text unchanged: it has colours, or no control characters."""
+    """Print a text unchanged: it has colors, or no control characters."""
     if not is_quiet():
         click.echo(text, nl=nl)
 

@@ -120,13 +120,13 @@ def _show_model(
 
 
 def _paint() -> Paint:
-    """Return a function that colours a piece of a cell in the colours that this terminal has.
+    """Return a function that colors a piece of a cell in the colors that this terminal has.
 
     Click removes them if stdout is not a terminal.
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda _box, text: text
-    # Terminals with more than 256 colours set this; others show arbitrary colours.
+    # Terminals with more than 256 colors set this; others show arbitrary colors.
     if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
         return lambda box, text: click.style(text, fg="black", bg=box_rgb(box))
     from rich.color import Color, ColorSystem

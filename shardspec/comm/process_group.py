@@ -219,14 +219,14 @@ def telling_job(devices: Iterable[int] = ()) -> AbstractContextManager[None]:
 def communicator_of(mesh: DeviceMesh) -> Communicator:
     """Return the running job's communicator of a mesh, or a simulated one without a job.
 
-    Raises `CommunicatorError` in a process of a job that has not been initialised.
+    Raises `CommunicatorError` in a process of a job that has not been initialized.
     """
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:  # simulating the whole mesh in every rank would work, but wastefully
         raise CommunicatorError(
-            f"this is one of {ranks} processes of a job, but torch.distributed is not initialised; "
+            f"this is one of {ranks} processes of a job, but torch.distributed is not initialized; "
             "make the mesh with init_process_group=True"
         )
     return SimulatedCommunicator(mesh)

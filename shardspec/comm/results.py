@@ -30,7 +30,7 @@ _WINDOW_BYTES: Final = 4
 
 
 def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialised tensor with the dtype and device of another.
+    """Return an uninitialized tensor with the dtype and device of another.
 
     Requests pages of 2 MiB from Linux, since faults of 4 KiB pages take longer than filling them.
     """

@@ -12,7 +12,7 @@ Every plan that moves data consists of such copies. Holders and receivers are de
 
 All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted
 box at a time, so that the plan of a large checkpoint need not fit in memory. Which of several
-holders sends it? `Senders` may cut boxes to minimise the load of the busiest holder;
+holders sends it? `Senders` may cut boxes to minimize the load of the busiest holder;
 `whole_senders` keeps each box whole, as files and messages require.
 """
 
@@ -158,7 +158,7 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
 
     Returns the share of each holder, by set of holders. Each set in turn levels the loads of its
     members, given what they send for other sets. This is coordinate descent on the sum of squares,
-    whose minimum also minimises the maximum. It over-relaxes, because chains of overlapping sets
+    whose minimum also minimizes the maximum. It over-relaxes, because chains of overlapping sets
     would converge slowly otherwise, and ends within 0.2 % of a lower bound.
     """
     load = dict.fromkeys((holder for holders in totals for holder in holders), 0.0)

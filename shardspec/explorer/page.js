@@ -215,7 +215,7 @@ function renderMatrix() {
   const logs = times.flat().filter((time) => time).map(Math.log);
   const [least, most] = [Math.min(...logs), Math.max(...logs)];
   element("range").textContent = logs.length
-    ? `from ${secondsText(Math.exp(least))} to ${secondsText(Math.exp(most))}; grey is free` : "";
+    ? `from ${secondsText(Math.exp(least))} to ${secondsText(Math.exp(most))}; gray is free` : "";
   const parts = [];
   times.forEach((row, source) => {
     if (named) {
@@ -227,14 +227,14 @@ function renderMatrix() {
     row.forEach((time, target) => {
       if (time === null) return;
       const share = time === 0 ? 0 : most === least ? 0.5 : 0.12 + (0.88 * (Math.log(time) - least)) / (most - least);
-      const colour =
+      const color =
         `light-dark(oklch(${0.955 - 0.6 * share} ${0.13 * share} 255), oklch(${0.27 + 0.5 * share} ${0.13 * share} 255))`;
       const here = source === state.source && target === state.target;
       const says = `${escaped(specs[source])} → ${escaped(specs[target])}: ${secondsText(time)}`;
       parts.push(
         `<rect role="gridcell" tabindex="${here ? 0 : -1}" aria-selected="${here}" aria-label="${says}" ` +
         `data-pair="${source},${target}" x="${margin + target * size}" y="${margin + source * size}" ` +
-        `width="${size - 1}" height="${size - 1}" style="fill:${colour}"><title>${says}</title></rect>`,
+        `width="${size - 1}" height="${size - 1}" style="fill:${color}"><title>${says}</title></rect>`,
       );
     });
     parts.push("</g>");

@@ -24,7 +24,7 @@ function boxText(box) {
 }
 
 function setUpPicture() {
-  // Cells of the tensor end where some box of the plan ends. Their colour shows their position.
+  // Cells of the tensor end where some box of the plan ends. Their color shows their position.
   const { shape, boxes } = tensor();
   const cuts = shape.map((size, dim) => {
     const ends = new Set([0, size]);
@@ -57,7 +57,7 @@ function setUpPicture() {
     `<defs><pattern id="stripes" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">` +
     `<line class="hatch" x1="0" y1="0" x2="0" y2="7"/></pattern>` +
     `<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">` +
-    `<path class="head" d="M0 0 8 4 0 8z"/></marker><g id="field">${coloured(geometry.cells)}</g></defs>` +
+    `<path class="head" d="M0 0 8 4 0 8z"/></marker><g id="field">${colored(geometry.cells)}</g></defs>` +
     `<line class="rule" x1="${right}" y1="12" x2="${right}" y2="${down - 12}"/>` +
     `<g id="together"></g><g id="still"></g><g id="moving"></g><g id="arrows"></g>`;
   element("position").max = String(Math.max(plan().moves.length, 0.01));
@@ -112,21 +112,21 @@ function cellsOf(cuts, slabs) {
     const hue = (25 + 330 * along) % 360;
     return {
       box: [...(cuts.length === 3 ? slab : []), ...(flat ? [] : row), ...column],
-      colour: `light-dark(oklch(${0.9 - 0.26 * beside} 0.115 ${hue}), oklch(${0.78 - 0.3 * beside} 0.11 ${hue}))`,
+      color: `light-dark(oklch(${0.9 - 0.26 * beside} 0.115 ${hue}), oklch(${0.78 - 0.3 * beside} 0.11 ${hue}))`,
     };
   })));
 }
 
-function coloured(cells) {
-  return cells.flatMap(({ box, colour }) => rectsOf(box).map(({ x, y, w, h }) =>
-    `<rect x="${x}" y="${y}" width="${w}" height="${h}" style="fill:${colour};stroke:var(--card);stroke-width:.6"/>`))
+function colored(cells) {
+  return cells.flatMap(({ box, color }) => rectsOf(box).map(({ x, y, w, h }) =>
+    `<rect x="${x}" y="${y}" width="${w}" height="${h}" style="fill:${color};stroke:var(--card);stroke-width:.6"/>`))
     .join("");
 }
 
 function piece(box, pending) {
   // Boxes of a plan end where cells do, so that a cell lies in a box or beside it.
   const inside = (cell) => cell.box.every((end, at) => (at % 2 ? end <= box[at] : end >= box[at]));
-  return coloured(geometry.cells.filter(inside)) + rectsOf(box)
+  return colored(geometry.cells.filter(inside)) + rectsOf(box)
     .map(({ x, y, w, h }) =>
       (pending ? `<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="url(#stripes)"/>` : "") +
       `<rect class="edge" x="${x}" y="${y}" width="${w}" height="${h}"/>`)
@@ -250,15 +250,15 @@ function idsText(ids, sign) {
 function shownPieces(move) {
   // The boxes with an arrow: all that move, or those that one device sends and receives; if there
   // are too many, only those of the first device.
-  const travelling = piecesOf(move).filter(({ from, to }) => from !== to);
-  const crowded = state.follow < 0 && travelling.length > MOST_ARROWS;
+  const traveling = piecesOf(move).filter(({ from, to }) => from !== to);
+  const crowded = state.follow < 0 && traveling.length > MOST_ARROWS;
   const one = crowded ? 0 : state.follow;
-  const shown = travelling.filter(({ from, to }) => one < 0 || [from, to].includes(one));
-  return { shown, crowded, count: travelling.length };
+  const shown = traveling.filter(({ from, to }) => one < 0 || [from, to].includes(one));
+  return { shown, crowded, count: traveling.length };
 }
 
 function arrows(move) {
-  const centre = (device, box) => {
+  const center = (device, box) => {
     const { x, y, w, h } = rectsOf(box)[0];
     return [geometry.cards[device].x + x + w / 2, geometry.cards[device].y + y + h / 2];
   };
@@ -266,7 +266,7 @@ function arrows(move) {
   const faint = shown.length > 24 ? 0.28 : 0.8;
   return shown
     .map(({ from, to, box }) => {
-      const [[x1, y1], [x2, y2]] = [centre(from, box), centre(to, box)];
+      const [[x1, y1], [x2, y2]] = [center(from, box), center(to, box)];
       // Bent, so that both directions are visible.
       const [bx, by] = [(x1 + x2) / 2 - (y2 - y1) * 0.14, (y1 + y2) / 2 + (x2 - x1) * 0.14];
       return `<path class="arrow" style="opacity:${faint}" marker-end="url(#tip)" d="M${x1} ${y1}Q${bx} ${by} ${x2} ${y2}"/>`;

@@ -30,7 +30,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
     """
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values()))
     ids = list(dict.fromkeys(device for mesh in meshes for device in mesh.ids))
-    # Distances in ids between neighbours along an axis, over all axes, ascending.
+    # Distances in ids between neighbors along an axis, over all axes, ascending.
     cuts = sorted({1, *(step for mesh in meshes for step in _steps(mesh))})
     nested = all(wide % narrow == 0 for narrow, wide in pairwise(cuts))
     if not nested or any(list(mesh.ids) != ids for mesh in meshes):

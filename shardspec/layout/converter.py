@@ -223,7 +223,7 @@ class LayoutConverter:
         return dot_text(layout, self._model_of(layout.mesh), plan)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
-        """Return the modelled seconds of the cheapest plan; raises what `plan` raises.
+        """Return the modeled seconds of the cheapest plan; raises what `plan` raises.
 
         Examples
         --------
@@ -242,7 +242,7 @@ class LayoutConverter:
         return seconds
 
     def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
-        """Return the modelled seconds from each source to the corresponding target.
+        """Return the modeled seconds from each source to the corresponding target.
 
         Parameters
         ----------
@@ -354,7 +354,7 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
-        # The slice that leaves least comes first, which minimises peak memory.
+        # The slice that leaves least comes first, which minimizes peak memory.
         left = {
             dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
             for dim in cut

@@ -109,7 +109,7 @@ def _crossing(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Exchange:
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of an exchange; `model` is that of the `common_mesh`."""
+    """Return the modeled seconds of an exchange; `model` is that of the `common_mesh`."""
     _checked_mesh(before, after)
     meshes, item = (before.mesh, after.mesh), item_bytes(before.dtype)
     ends = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
@@ -170,7 +170,7 @@ def _boxes_seconds(
     model: CostModel,
     item: int,
 ) -> float:
-    """Return the modelled seconds of an exchange of boxes; an element has `item` bytes."""
+    """Return the modeled seconds of an exchange of boxes; an element has `item` bytes."""
     pieces = count_pieces(have, wanted)
     if pieces > _MAX_PIECES:
         raise LayoutError(

@@ -10,7 +10,7 @@ The notation is that of Alpa and Colossal-AI, extended by pending reductions and
 
 In rules one dim may be ``...``. Brackets and blanks are optional on input. Bare digits are always
 one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately,
-``1024/2`` in two shares, copies of which are on neighbouring devices; ``*128`` cuts only at
+``1024/2`` in two shares, copies of which are on neighboring devices; ``*128`` cuts only at
 multiples of 128.
 """
 

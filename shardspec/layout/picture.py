@@ -183,9 +183,9 @@ class Picture:
                 x = left
                 for across, (number, box) in zip(widths, places, strict=False):
                     where = f"[{', '.join(map(_side_text, box))}] on {texts[box]}"
-                    colour = "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
+                    color = "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
                     sides = {"x": x, "y": y, "width": across, "height": down}
-                    draw(draw(root, "rect", class_="cell", **sides, fill=colour), "title", where)
+                    draw(draw(root, "rect", class_="cell", **sides, fill=color), "title", where)
                     write(x + across / 2, y + down / 2 + 4, texts[box], "ids")
                     x += across
                 y += down
@@ -263,7 +263,7 @@ def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: i
 
 
 def box_rgb(number: int) -> tuple[int, int, int]:
-    """Return the colour of a box by its number; neighbours differ, and black text is legible."""
+    """Return the color of a box by its number; neighbors differ, and black text is legible."""
     # The golden angle keeps hues apart however many boxes there are.
     hue = (210 + number * 137.508) % 360 / 360
     red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.8))

@@ -76,7 +76,7 @@ class ConversionPlan:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Modelled seconds of every step."""
+        """Modeled seconds of every step."""
         return tuple(step_seconds(*move, model_between(self, *move[1:])) for move in self.moves)
 
     @property
@@ -91,7 +91,7 @@ class ConversionPlan:
 
     @property
     def cost_seconds(self) -> float:
-        """Modelled seconds of the whole plan."""
+        """Modeled seconds of the whole plan."""
         return sum(self.step_seconds)
 
     @property
@@ -106,7 +106,7 @@ class ConversionPlan:
 
     @property
     def known_error(self) -> str:
-        """A sentence about the accuracy of the modelled seconds."""
+        """A sentence about the accuracy of the modeled seconds."""
         return known_error([self])
 
     def as_dict(self) -> dict[str, object]:
@@ -241,7 +241,7 @@ def model_between(plan: ConversionPlan, before: Layout, after: Layout) -> CostMo
 
 
 def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of a step; the model is of the `common_mesh` of both ends."""
+    """Return the modeled seconds of a step; the model is of the `common_mesh` of both ends."""
     plain = before.spec.is_plain and after.spec.is_plain
     if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return exchange_seconds(before, after, model)

@@ -1,7 +1,7 @@
 """Prices of permute and exchange, computed from the boxes of every device on both sides.
 
 Every device gets what it lacks from the nearest holders, and equally near holders of the same box
-share the sending, which minimises the load of the busiest. Per device and link the seconds are
+share the sending, which minimizes the load of the busiest. Per device and link the seconds are
 ``alpha + bytes * beta``. The price of an exchange is that of the busiest device, sending or
 receiving; the price of a permute is that of the slowest link used. On a shared bus the bytes of all
 devices add up instead. Such a price is the maximum of a few lines ``fixed + slope * elements``.

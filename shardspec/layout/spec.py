@@ -32,7 +32,7 @@ class Part:
     size: int
     """The length of the part."""
     shares: int = 0
-    """The number of shares if fewer than the devices along the axes: neighbouring devices then hold
+    """The number of shares if fewer than the devices along the axes: neighboring devices then hold
     copies, and 1 replicates. The default 0 gives each device its own share."""
 
     def __str__(self) -> str:

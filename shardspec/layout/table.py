@@ -189,9 +189,9 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
     every = sources = place = np.arange(count)
-    relabelled = np.broadcast_to(every, (count, count))
+    relabeled = np.broadcast_to(every, (count, count))
     if is_symmetric(whole.global_shape, whole.mesh.shape):
-        stands_for, relabelled = orbits(space, alike_axes(model), first=model.copy_s > 0)
+        stands_for, relabeled = orbits(space, alike_axes(model), first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
     received_in = bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
@@ -215,7 +215,7 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     seconds[nowhere], received[nowhere], peak[nowhere] = np.inf, -1, -1
 
     def of_all(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.take_along_axis(rows[place], relabelled, axis=1)
+        return np.take_along_axis(rows[place], relabeled, axis=1)
 
     return of_all(seconds), of_all(received), of_all(peak)
 

@@ -99,7 +99,7 @@ def current_job() -> Job:
     world = dist.group.WORLD
     if world is None:
         raise CommunicatorError(
-            "torch.distributed is not initialised; start the program with torchrun and make "
+            "torch.distributed is not initialized; start the program with torchrun and make "
             "the mesh with init_process_group=True"
         )
     job = _JOBS.get(world)
@@ -142,7 +142,7 @@ def join(mesh: _Mesh) -> Job:
 
 
 def start(mesh: _Mesh, device_type: str | None = None) -> None:
-    """Initialise `torch.distributed` under torchrun unless it is, and `join` the mesh.
+    """Initialize `torch.distributed` under torchrun unless it is, and `join` the mesh.
 
     CUDA tensors use NCCL if CUDA is available and `device_type` is not ``"cpu"``.
     """
@@ -178,7 +178,7 @@ def rank_in(mesh: _Mesh, what: str) -> int:
     """Return the calling rank and `join` the mesh; raises `CommunicatorError` outside of it."""
     if not dist.is_initialized():
         raise CommunicatorError(
-            f"{what}, but torch.distributed is not initialised; start the program with torchrun, "
+            f"{what}, but torch.distributed is not initialized; start the program with torchrun, "
             "or name the indices, as in mesh.submesh({'dp': 0})"
         )
     join(mesh)
@@ -192,7 +192,7 @@ def own_rank() -> int:
     """Return the calling rank; raises `CommunicatorError` without a job."""
     if not dist.is_initialized():
         raise CommunicatorError(
-            "torch.distributed is not initialised, so this process has no rank; start the program "
+            "torch.distributed is not initialized, so this process has no rank; start the program "
             "with torchrun, or name a device, as in mesh.coordinates(0)"
         )
     return dist.get_rank()
@@ -230,7 +230,7 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
     if job is None:
         raise CommunicatorError(
-            f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
+            f"torch.distributed is not initialized, so the job of torch mesh {mesh} has ended; "
             "make a mesh in the running one"
         )
     world = dist.get_world_size()

@@ -1,7 +1,7 @@
 """Fits curves of collectives, and the links of a cluster, to measured times.
 
 A curve is the minimum of two lines, for a protocol of low latency and one of high bandwidth, which
-meet at the size that fits best. The fit minimises relative errors, with Huber's weights for
+meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
 outliers (iteratively reweighted least squares). Each size is left out once and priced by the fit of
 the others, which yields the errors.
 """

@@ -91,7 +91,7 @@ def _time(
         after = Layout(rolled, before.spec, before.global_shape, before.dtype)
     step = Exchange(axes) if kind in (PERMUTE_KIND, EXCHANGE_KIND) else step_of(kind, axes)
     shards = {id_: torch.ones(before.local_shape(id_), device=device) for id_ in addressable}
-    # A sum over all devices synchronises them; it costs less than gathering values.
+    # A sum over all devices synchronizes them; it costs less than gathering values.
     every = range(before.mesh.ndim)
     alone = Layout(before.mesh, ShardingSpec(0, partial=dict.fromkeys(every, "sum")), (), "float32")
     ones = {id_: torch.ones((), device=device) for id_ in addressable}

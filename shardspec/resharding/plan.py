@@ -168,7 +168,7 @@ class ReshardPlan:
 
     @property
     def cost_seconds(self) -> float:
-        """Modelled seconds: those of the device that sends or receives longest.
+        """Modeled seconds: those of the device that sends or receives longest.
 
         After the time to start each stage, every message costs the latency, and every byte the
         transfer cost, of the link inside a host or of the one between hosts.

@@ -152,7 +152,7 @@ class StateCopies:
 
     @property
     def cost_seconds(self) -> float:
-        """Modelled seconds; see `ReshardPlan.cost_seconds`."""
+        """Modeled seconds; see `ReshardPlan.cost_seconds`."""
         return _seconds(self.stages, self.devices, self.files, self.cluster)
 
     def schedule(self, device: int) -> "Schedule":
@@ -220,7 +220,7 @@ def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> i
 def _seconds(
     stages: Iterable["PlanStage"], devices: Sequence[int], files: Set[int], cluster: Cluster
 ) -> float:
-    """Return the modelled seconds of stages one after the other."""
+    """Return the modeled seconds of stages one after the other."""
     one = cluster.far if len(set(map(cluster.host, devices))) > 1 else cluster.near
     link = (lambda _a, _b: one) if files else cluster.link
     moving = (stage for stage in stages if stage.traffic)
@@ -345,7 +345,7 @@ class PlanStage:
         return max(peers.values(), default=0)
 
     def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
-        """Return modelled seconds: those of the device or port that sends or receives longest.
+        """Return modeled seconds: those of the device or port that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """

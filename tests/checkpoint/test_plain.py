@@ -52,12 +52,12 @@ def test_other_ones_are_described_where_they_stand(value, text):
 
 
 def test_dicts_with_objects_as_keys_are_objects():
-    kind = foreign_class("m.Colour")
+    kind = foreign_class("m.Color")
     digests = set()
     for number in (1, 2):
         found = plain_value({kind(number): 1})
         assert isinstance(found, OpaqueValue)
-        assert found.text == "a dict with keys such as <m.Colour>, not read and not run"
+        assert found.text == "a dict with keys such as <m.Color>, not read and not run"
         digests.add(found.digest)
     assert len(digests) == 2
 

@@ -60,8 +60,8 @@ def test_weights_are_quantized_where_cuts_fall_on_blocks(before, after, sender, 
     state = state_of(weight, before)
     plan = plan_reshard(state, (THREE, {NAME: after}), dtype="fp8-128x128")
     assert plan.quantized == (() if sender else (NAME,))
-    travelling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
-    assert travelling == {"float8_e4m3fn" if sender else "bfloat16"}
+    traveling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
+    assert traveling == {"float8_e4m3fn" if sender else "bfloat16"}
     codes, scales = fp8_of(weight)
     out = None
     if given:

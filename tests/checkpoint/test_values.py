@@ -27,7 +27,7 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     """Of this module, which nobody else has."""
 
     RED = 1
@@ -63,7 +63,7 @@ FOREIGN: Final[dict[str, Any]] = {
     "stream": io.BytesIO(b"abc"),
     "dtype": torch.bfloat16,
     "device": torch.device("cpu"),
-    "enum": Colour.RED,
+    "enum": Color.RED,
     "scalar": np.float64(0.5),
     "array": np.arange(3),
     "time": datetime.datetime(2026, 1, 2),
@@ -72,7 +72,7 @@ FOREIGN: Final[dict[str, Any]] = {
     "set": {1, 2},
     "note": Note([1]),
     "complex": 1 + 2j,
-    "within": [1, Colour.BLUE],
+    "within": [1, Color.BLUE],
     "member": (2, [np.float32(1.5)]),
     "path": Path("a/b"),
 }
@@ -201,7 +201,7 @@ def test_merging_keeps_or_names(saved, tmp_path, source, target):
         assert report.left_out == ()
         assert entries(out) == entries(saved[source])
         check_kept(loaded(out, "dcp"), source, tuples=True)
-        assert loaded(out, "dcp")["enum"] is Colour.RED
+        assert loaded(out, "dcp")["enum"] is Color.RED
         assert list(diff_checkpoints(saved[source], out)) == []
     else:
         assert report.left_out == tuple(sorted(foreign(source)))
@@ -259,7 +259,7 @@ CHANGED: Final = [
     ("list", [1, [2.5, 0]]),
     ("bytes", b"\x80\x00other"),
     ("keys", [{(1, "a"): 2, None: 4}]),
-    ("enum", Colour.BLUE),
+    ("enum", Color.BLUE),
     ("stream", io.BytesIO(b"abd")),
     ("array", np.array([0, 1, 3])),
     ("scalar", np.float64(0.25)),
@@ -268,7 +268,7 @@ CHANGED: Final = [
     ("dtype", torch.float16),
     ("set", {1, 3}),
     ("note", Note([2])),
-    ("within", [1, Colour.RED]),
+    ("within", [1, Color.RED]),
     ("member", (2, [np.float32(2.5)])),
     ("complex", 1 + 3j),
 ]

@@ -32,14 +32,14 @@ def test_piped_it_is_the_plain_picture():
 
 
 @pytest.mark.parametrize(("terminal", "start"), [("truecolor", "48;2;"), ("", "48;5;")])
-def test_in_the_terminal_every_box_has_its_colour(terminal, start):
+def test_in_the_terminal_every_box_has_its_color(terminal, start):
     done = run(*ROWS, color=True, COLORTERM=terminal, NO_COLOR=None, TERM="xterm")
-    colours = {part.split("m")[0] for part in done.output.split("\x1b[")[1:]}
-    assert len({colour for colour in colours if colour.startswith(start)}) == 4
+    colors = {part.split("m")[0] for part in done.output.split("\x1b[")[1:]}
+    assert len({color for color in colors if color.startswith(start)}) == 4
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colours_can_be_refused(env):
+def test_colors_can_be_refused(env):
     assert run(*ROWS, color=True, **env).output == run(*ROWS).output
 
 

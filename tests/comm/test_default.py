@@ -21,7 +21,7 @@ def test_alone_a_process_holds_the_mesh(monkeypatch, world_size):
     assert communicator.mesh == MESH
 
 
-def test_a_job_that_is_not_initialised(monkeypatch):
+def test_a_job_that_is_not_initialized(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for attempt in (
         lambda: communicator_of(MESH),
@@ -33,7 +33,7 @@ def test_a_job_that_is_not_initialised(monkeypatch):
 
 
 def test_a_job_of_one(tmp_path):
-    """In an initialised job the process group is used, however small."""
+    """In an initialized job the process group is used, however small."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )

@@ -326,5 +326,5 @@ def test_without_a_job():
         t.to_torch()
     assert (t.ndim, len(t), t.numel(), t.size(0)) == (2, 8, 48, 8)
     assert repr(t).startswith("DTensor([S0,R] of [8, 6]")
-    with pytest.raises(AttributeError, match="'DTensor' object has no attribute 'colour'"):
-        t.colour  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="'DTensor' object has no attribute 'color'"):
+        t.color  # noqa: B018  # the access is the test

@@ -59,7 +59,7 @@ def _first_steps(rank: int) -> list[str]:
     wrong = []
     ops: tuple[ReduceOp, ...] = ("sum", "max")
     for reads_peers, pending in product((True, False, rank != 2), ops):
-        # Of two rows on three devices one has none, and nothing to reduce with its neighbour.
+        # Of two rows on three devices one has none, and nothing to reduce with its neighbor.
         mesh = DeviceMesh(range(6), (3, 2))
         communicator = communicator_by(mesh, reads_peers=reads_peers)
         before = Layout(mesh, f"[S0,R|P{pending}1]", (2, 5), "float32")

@@ -207,7 +207,7 @@ def test_without_a_job():
     assert not dist.is_initialized()
     mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
     for call in (mesh.to_torch, lambda: mesh["tp"], lambda: mesh.get_group("tp")):
-        with pytest.raises(CommunicatorError, match="distributed is not initialised"):
+        with pytest.raises(CommunicatorError, match="distributed is not initialized"):
             call()
     assert init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp")) == mesh
     ended = TorchMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)

@@ -238,8 +238,8 @@ def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
         )
         assert sorted(moving) == wanted
         page.ask(f"jump({number})")
-        travelling = [pair for pair in wanted if pair[0] != pair[1]]
-        assert page.ask("document.querySelectorAll('#arrows path').length") == len(travelling)
+        traveling = [pair for pair in wanted if pair[0] != pair[1]]
+        assert page.ask("document.querySelectorAll('#arrows path').length") == len(traveling)
 
 
 @in_browser
@@ -399,13 +399,13 @@ def test_a_link_leads_to_what_was_picked(page, path):
 # Of all text with what is behind it, as the accessibility guidelines define it.
 CONTRASTS = """(() => {
     const linear = (p) => (p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4);
-    const light = (colour) => {
-        const [r, g, b] = colour.match(/[0-9.]+/g).map((part) => linear(part / 255));
+    const light = (color) => {
+        const [r, g, b] = color.match(/[0-9.]+/g).map((part) => linear(part / 255));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const behind = (each) => {
-        const colour = getComputedStyle(each).backgroundColor;
-        return colour === "rgba(0, 0, 0, 0)" ? behind(each.parentElement) : light(colour);
+        const color = getComputedStyle(each).backgroundColor;
+        return color === "rgba(0, 0, 0, 0)" ? behind(each.parentElement) : light(color);
     };
     const kinds = "h1, h2, p, dt, dd, th, td, label, button:enabled, select, small, code";
     return [...document.querySelectorAll(kinds)]

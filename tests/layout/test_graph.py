@@ -102,7 +102,7 @@ def test_every_edge_is_one_step_that_leads_where_it_says(start):
 
 
 def test_no_step_is_missing():
-    """Between neighbours by definition there is an edge: all arrival orders, all axes at once."""
+    """Between neighbors by definition there is an edge: all arrival orders, all axes at once."""
     graph = explored(3, "[R,R]")
 
     def joined(a, b):

@@ -154,7 +154,7 @@ def test_text_and_dict_forms():
 
 
 def test_heads_that_are_fewer_than_devices():
-    """Two heads of keys for four devices: neighbours share one."""
+    """Two heads of keys for four devices: neighbors share one."""
     layout = Layout(DeviceMesh(range(4), (4,)), "[S0{8,2/2}]", (10,), "f32")
     assert [layout.local_boxes(d) for d in range(4)] == [
         [((0, 2),), ((8, 9),)],

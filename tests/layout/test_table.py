@@ -157,25 +157,25 @@ def test_distances_against_single_searches():
 
 def test_orbits_are_permutations_of_the_dims():
     space = space_of(2, 3, ())
-    stands_for, relabelled = orbits(space, (0, 1))
+    stands_for, relabeled = orbits(space, (0, 1))
     for state, (cuts, _) in enumerate(space.states):
         same = space.states[stands_for[state]][0]
         assert sorted(cuts) == sorted(same)
-        assert relabelled[state][state] == stands_for[state]
+        assert relabeled[state][state] == stands_for[state]
     assert str(spec_of(space.states[0])) == "[R,R,R]"
 
 
 def test_orbits_are_permutations_of_alike_axes_too():
     space = space_of(3, 2, ())
-    stands_for, relabelled = orbits(space, (0, 1, 1))
+    stands_for, relabeled = orbits(space, (0, 1, 1))
     plain, _ = orbits(space, (0, 1, 2))
     assert len(np.unique(stands_for)) < len(np.unique(plain))
     swapped = {0: 0, 1: 2, 2: 1}
     for state, (cuts, _) in enumerate(space.states):
         other = space.index[tuple(tuple(swapped[a] for a in axes) for axes in cuts), ()]
         assert stands_for[other] == stands_for[state]
-        assert relabelled[state][state] == stands_for[state]
-        assert sorted(relabelled[state]) == list(range(len(space.states)))
+        assert relabeled[state][state] == stands_for[state]
+        assert sorted(relabeled[state]) == list(range(len(space.states)))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from shardspec.errors import CheckpointError
 from shardspec.resharding.state import flat_state, is_plain, plain_key
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = 1
     BLUE = 2
 
@@ -44,7 +44,7 @@ DIFFERENT: list[object] = [
     None,
     *(0, 1, False, True, 0.0, -0.0, 1.0, NAN, float("inf"), "1", b"1", 1j, complex(-0.0, 1)),
     *(np.float32(1), np.float64(1), np.int64(1), np.float32(NAN), np.bool_(True)),
-    *(Colour.RED, Colour.BLUE, Level.LOW, Kinds.A, Kinds.A | Kinds.B),
+    *(Color.RED, Color.BLUE, Level.LOW, Kinds.A, Kinds.A | Kinds.B),
     *([], (), set(), frozenset(), {}, OrderedDict(), [[]], [0.0], [-0.0], [NAN], [1], [True], (1,)),
     *({1}, {"a": 1}, {"a": 1.0}, {"b": 1}, {1: "a"}, {True: "a"}, torch.Size([1]), 10**5000),
 ]

@@ -122,13 +122,13 @@ class Format:
     Examples
     --------
     >>> from shardspec.checkpoint.formats import formats
-    >>> [format.name for format in formats() if format.recognises(["model.safetensors"])]
+    >>> [format.name for format in formats() if format.recognizes(["model.safetensors"])]
     ['huggingface']
     """
 
     name: str
     """As `merge(format=)` and the command line name it."""
-    recognises: Callable[[Collection[str]], bool]
+    recognizes: Callable[[Collection[str]], bool]
     """Returns whether a directory with these names is of this format."""
     open: Callable[[StoragePath, OpenOptions], Catalog]
     """Reads what describes a checkpoint at a directory or file, and not its data."""
@@ -162,7 +162,7 @@ class Format:
     """Returns whether the other files of a checkpoint lie beside a file of this name."""
     part_of: Callable[[StoragePath], StoragePath | None] | None = None
     """Returns the directory of the checkpoint that a file is a part of. By default that is the
-    directory of any file whose name is recognised, if `reads_file` is not given."""
+    directory of any file whose name is recognized, if `reads_file` is not given."""
     newest: Callable[[StoragePath, Sequence[str]], Newest | None] | None = None
     """Returns the checkpoint that counts in a directory with these names, if it is of a run."""
     nested: bool = False
@@ -193,7 +193,7 @@ class Format:
         """Return the directory that a file stands for; None if it stands for itself."""
         if self.part_of is not None:
             return self.part_of(path)
-        is_part = self.reads_file is never and self.recognises((path.name,))
+        is_part = self.reads_file is never and self.recognizes((path.name,))
         return path.parent if is_part else None
 
 
@@ -269,7 +269,7 @@ def _called(point: "EntryPoint") -> str:
 
 def format_of(names: Sequence[str]) -> Format | None:
     """Return the format of a directory with these names."""
-    return next((format for format in formats(names) if format.recognises(names)), None)
+    return next((format for format in formats(names) if format.recognizes(names)), None)
 
 
 def format_called(title: str) -> Format | None:

@@ -313,7 +313,7 @@ def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: boo
         )
 
 
-def _recognises(names: Collection[str]) -> bool:
+def _recognizes(names: Collection[str]) -> bool:
     parts = (_OF_A_RANK, _OWN_METADATA)
     return METADATA_NAME in names or any(own.fullmatch(name) for own in parts for name in names)
 
@@ -362,11 +362,11 @@ def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
 FORMAT: Final = Format(
     name="dcp",
     title="torch distributed checkpoint",
-    recognises=_recognises,
+    recognizes=_recognizes,
     open=_open,
     lay_out=_lay_out,
     writes=("merged", "sharded"),
-    owns=lambda name: _recognises((name,)),
+    owns=lambda name: _recognizes((name,)),
     sidecars=_sidecars,
     keeps="objects",
     stacks_layers=True,

@@ -184,7 +184,7 @@ def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> N
 FORMAT: Final = Format(
     name="dcp-huggingface",
     title="torch DCP, Hugging Face format",
-    recognises=lambda names: any(map(_SHARD.fullmatch, names)),
+    recognizes=lambda names: any(map(_SHARD.fullmatch, names)),
     open=_open,
     instead="'huggingface' writes the merged files, and 'dcp' shards",
     owns=lambda name: _SHARD.fullmatch(name) is not None,

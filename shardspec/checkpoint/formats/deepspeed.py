@@ -464,7 +464,7 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
     return by_group
 
 
-def _recognises(names: Collection[str]) -> bool:
+def _recognizes(names: Collection[str]) -> bool:
     patterns = (_STEP, OPTIMIZER_FILE, _OF_RANK)
     if "zero" in names and any(map(MODEL_FILE.fullmatch, names)):
         return True  # a Universal Checkpoint, which is refused
@@ -479,14 +479,14 @@ def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
         # Files of model states alone may be of other tools.
         return named_by(place / _TRACKER, names, lambda text: [text])._replace(of_run=True)
     folders = (place / name for name in names if (place / name).is_dir())
-    saves = [at.name for at in folders if _recognises(at.names())]
+    saves = [at.name for at in folders if _recognizes(at.names())]
     return only_one(place, saves, _TRACKER)._replace(of_run=True)
 
 
 FORMAT: Final = Format(
     name="deepspeed",
     title=DEEPSPEED,
-    recognises=_recognises,
+    recognizes=_recognizes,
     open=_open,
     instead="for any number of ranks DeepSpeed makes a Universal Checkpoint of it",
     keeps="notes",

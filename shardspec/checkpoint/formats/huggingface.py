@@ -36,7 +36,7 @@ _ADAPTER: Final = "adapter_model.safetensors"
 _OWN: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
-def _recognises(names: Collection[str]) -> bool:
+def _recognizes(names: Collection[str]) -> bool:
     return any(is_index(name) or is_data_file(name) for name in names)
 
 
@@ -98,7 +98,7 @@ def huggingface_target(
 FORMAT: Final = Format(
     name="huggingface",
     title="safetensors",
-    recognises=_recognises,
+    recognizes=_recognizes,
     open=open_model,
     lay_out=_lay_out,
     writes=("merged",),

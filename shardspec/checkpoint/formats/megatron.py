@@ -256,7 +256,7 @@ def _others(states: Sequence[TorchState]) -> dict[str, object]:
     return others
 
 
-def _recognises(names: Collection[str]) -> bool:
+def _recognizes(names: Collection[str]) -> bool:
     of_rank = any(_RANK.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names)
     return of_rank or _TRACKER in names
 
@@ -264,7 +264,7 @@ def _recognises(names: Collection[str]) -> bool:
 def _part_of(path: StoragePath) -> StoragePath | None:
     if path.name == _FILE and _RANK.fullmatch(path.parent.name):
         return path.parent.parent
-    return path.parent if _recognises((path.name,)) else None
+    return path.parent if _recognizes((path.name,)) else None
 
 
 def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
@@ -287,7 +287,7 @@ def _folders(text: str) -> list[str]:
 FORMAT: Final = Format(
     name="megatron",
     title="Megatron-LM",
-    recognises=_recognises,
+    recognizes=_recognizes,
     open=_open,
     instead="Megatron-core loads the format 'dcp', as torch_dist",
     part_of=_part_of,

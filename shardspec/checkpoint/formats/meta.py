@@ -99,7 +99,7 @@ def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str,
 FORMAT: Final = Format(
     name="meta",
     title=META,
-    recognises=lambda names: any(map(META_FILE.fullmatch, names)),
+    recognizes=lambda names: any(map(META_FILE.fullmatch, names)),
     open=_open,
     instead="Meta's code loads the format 'torch' on one device, as consolidated.00.pth",
     keeps="notes",

@@ -448,7 +448,7 @@ def _lay_out(source: Catalog, wanted: Wanted) -> Target:
 
 FORMAT: Final = Format(
     name="shardspec",
-    recognises=lambda names: INFO_NAME in names,
+    recognizes=lambda names: INFO_NAME in names,
     open=_open,
     lay_out=_lay_out,
     writes=("sharded",),

@@ -382,7 +382,7 @@ def _is_of_rank(name: str) -> bool:
 FORMAT: Final = Format(
     name="rank-files",
     title="torch files per rank",
-    recognises=lambda names: any(map(_is_of_rank, names)),
+    recognizes=lambda names: any(map(_is_of_rank, names)),
     open=_open,
     instead="torch loads shards of the format 'dcp' on any number of ranks",
     extensions=(".pt", ".pth", ".bin"),

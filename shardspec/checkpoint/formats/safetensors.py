@@ -339,7 +339,7 @@ def _reads_file(start: FileStart) -> bool:
 
 FORMAT: Final = Format(
     name="safetensors",
-    recognises=never,  # files in a directory are Hugging Face's
+    recognizes=never,  # files in a directory are Hugging Face's
     open=_open,
     lay_out=_lay_out,
     writes=("merged",),

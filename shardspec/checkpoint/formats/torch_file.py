@@ -51,7 +51,7 @@ _OLD: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _OWN: Final = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json")
 
 
-def _recognises(names: Collection[str]) -> bool:
+def _recognizes(names: Collection[str]) -> bool:
     return any(name == BIN_NAME or is_bin_index(name) or is_numbered_bin(name) for name in names)
 
 
@@ -195,7 +195,7 @@ def _lay_out(source: Catalog, wanted: Wanted) -> Target:
 FORMAT: Final = Format(
     name="torch",
     title="torch file",
-    recognises=_recognises,
+    recognizes=_recognizes,
     open=_open,
     lay_out=_lay_out,
     writes=("merged",),

@@ -122,7 +122,7 @@ def save_sharded(
         not agree on names, shapes, dtypes, specs and values. What this save wrote is removed again,
         and an older save is kept.
     CommunicatorError
-        If this is a rank of a job that has not initialised `torch.distributed`.
+        If this is a rank of a job that has not initialized `torch.distributed`.
 
     Examples
     --------

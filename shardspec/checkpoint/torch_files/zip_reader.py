@@ -166,7 +166,7 @@ def read_torch_zip(
     archive = _checked(file.path, what, infos, offset, at, end)
     if "byteorder" in archive.directory:
         record = archive.record("byteorder")
-        # The usual order is recognised by its CRC-32, without reading it.
+        # The usual order is recognized by its CRC-32, without reading it.
         if (record.num_bytes, record.crc32) != (6, crc32(b"little")):
             order = archive.read(file, "byteorder") if record.num_bytes <= 16 else b"?"
             if order != b"little":

@@ -346,7 +346,7 @@ def open_raw(place, options):
 
 FORMAT = Format(
     name="raw",
-    recognises=lambda names: "parts" in names,
+    recognizes=lambda names: "parts" in names,
     open=open_raw,
     part_of=lambda path: path.parent.parent if path.parent.name == "parts" else None,
     nested=True,
@@ -419,4 +419,4 @@ def test_a_package_that_spoils_the_registry_is_named(tmp_path, path, points, pro
 @pytest.mark.parametrize("words", [{"keeps": "nothing"}, {"writes": ("sharded", "whole")}])
 def test_a_format_with_an_unknown_word_is_refused_when_it_is_made(words):
     with pytest.raises(CheckpointError, match=r"the format 'mine' .*'(nothing|whole)'"):
-        Format(name="mine", recognises=never, open=next(formats()).open, **words)
+        Format(name="mine", recognizes=never, open=next(formats()).open, **words)

@@ -1,4 +1,4 @@
-"""What a format is recognised by: the names in a directory, and how a file begins."""
+"""What a format is recognized by: the names in a directory, and how a file begins."""
 
 import pytest
 import safetensors.torch
@@ -39,10 +39,10 @@ from tests.checkpoint.formats.reading import assert_same, read_whole
     ],
     ids=" ".join,
 )
-def test_modules_that_are_asked_are_all_that_recognise_names(names):
-    every = [form.name for form in built_in() if form.recognises(names)]
+def test_modules_that_are_asked_are_all_that_recognize_names(names):
+    every = [form.name for form in built_in() if form.recognizes(names)]
     assert every
-    assert [form.name for form in built_in(names) if form.recognises(names)] == every
+    assert [form.name for form in built_in(names) if form.recognizes(names)] == every
     assert len(list(built_in(names))) < len(MODULES) / 2
 
 
