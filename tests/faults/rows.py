@@ -36,7 +36,7 @@ ROWS: Final = (
     ),
     Row("payloads", "payload cut", truncated.payloads),
     # A header of 100 MB is read at once.
-    Row("false-headers", "headers that are false", false_headers.false_headers, memory=400 << 20),
+    Row("false-headers", "headers that are false", false_headers.false_headers, memory=512 << 20),
     Row("data-bits", "bit flips in data with digests", flipped_bits.data, prepare="torch_files"),
     Row("header-bits", "every bit of headers flipped, without digests", flipped_bits.headers),
     Row(
@@ -146,7 +146,7 @@ ROWS: Final = (
         pickled.code,
         prepare="torch_files",
     ),
-    Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files"),
+    Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files", memory=512 << 20),
     Row(
         "states",
         "state dicts that change between planning and running",
