@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
     "shardspec": (43470, 196),
-    "shardspec/checkpoint": (18091, 74),
+    "shardspec/checkpoint": (18093, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4037, 22),
     "shardspec/explorer": (229, 2),
