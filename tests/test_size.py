@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43434, 197),
+    "shardspec": (43470, 196),
     "shardspec/checkpoint": (18091, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4037, 22),
@@ -19,9 +19,9 @@ BUDGET = {
     "shardspec/mesh": (1103, 5),
     "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4497, 14),
+    "shardspec/resharding": (4531, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (55089, 344),  # 69 lines hold the rules of plain English
+    "tests": (55104, 344),  # 69 lines hold the rules of plain English
 }
 
 

@@ -171,7 +171,7 @@ def _boxes_seconds(
     item: int,
 ) -> float:
     """Return the modeled seconds of an exchange of boxes; an element has `item` bytes."""
-    pieces = _count_pieces(have, wanted)
+    pieces = count_pieces(have, wanted)
     if pieces > _MAX_PIECES:
         raise LayoutError(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
@@ -221,7 +221,7 @@ def _pair_link(
     return lambda a, b: slowest(tuple(np.flatnonzero(np.not_equal(at[a], at[b])).tolist()))
 
 
-def _count_pieces(have: Boxes, wanted: Boxes) -> int:
+def count_pieces(have: Boxes, wanted: Boxes) -> int:
     """Return the number of pieces of an exchange, including those that stay in place."""
     sides = [sorted(set(side)) for side in zip(*have.values(), strict=True)]
     ends = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
@@ -315,7 +315,7 @@ def cheapest_crossing(
         before, after = boxes_before(a), boxes_after(b)
         key = tuple(before.values()), tuple(after.values())
         if key not in seconds:
-            listed += mesh.size() + _count_pieces(before, after)
+            listed += mesh.size() + count_pieces(before, after)
             try:
                 seconds[key] = _boxes_seconds(before, after, meshes, model, item) + TIE_SECONDS
             except LayoutError as error:

@@ -8,7 +8,8 @@ inside them.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
@@ -19,11 +20,13 @@ from shardspec.comm.senders import Copy, Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, aligned_bytes, message_bytes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
+from shardspec.layout.cross import count_pieces
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
-from shardspec.text import counted
+from shardspec.text import bytes_text, counted, seconds_text
+from shardspec.tracing import LOGGER
 
 _MAX_PEERS: Final = 32
 """The most devices that a device sends to at once, and receives from."""
@@ -31,6 +34,11 @@ _MESSAGE_BYTES: Final = 4 << 20
 """The longest message: longer ones are no faster, and smaller buckets stay in caches."""
 _LEAST_BUCKET: Final = 16
 """Bytes of the largest element."""
+_MANY_COPIES: Final = 2_000_000
+"""Copies of a tensor above which planning says what it takes."""
+_COPY_SECONDS: Final = 5e-6
+_COPY_BYTES: Final = 380
+"""As measured from 4,096 devices to as many others, all to all."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -176,7 +184,7 @@ def state_copies(
     for copy in _needed(moves):
         (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
     ways: list[tuple[PlanStage, ...]] = [(PlanStage(lacking),)]
-    if lacking and _count_hosts(devices, files, cluster) > 1:
+    if _count_hosts(devices, files, cluster) > 1 and _have_choice(lacking, cluster):
         # What is passed on is in the target by then.
         widths = [item_bytes(move.target.dtype) for move in moves]
         ways[:0] = staged(lacking, cluster, widths.__getitem__)
@@ -194,6 +202,15 @@ def state_copies(
         )
     named = moves, values, padded, dropped, digest
     return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
+
+
+def _have_choice(copies: Sequence[Copy], cluster: Cluster) -> bool:
+    """Return whether a box goes to several devices, or is on several hosts."""
+    several = cache(lambda devices: len(cluster.by_host(devices)) > 1)
+    # Copies of the same box follow each other.
+    return any(several(copy.holders) for copy in copies) or any(
+        one.box == other.box and one.places == other.places for one, other in pairwise(copies)
+    )
 
 
 def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
@@ -219,7 +236,24 @@ def _needed(moves: Sequence[TensorMove]) -> Iterator[Copy]:
         view = view or identity_view(source.global_shape)
         axes, width = len(view.shape), item_bytes(moves[places[0]].wire_dtype)
         have, want = holders(source, view.source, axes), holders(target, view.target, axes)
+        _warn_of_many(have, want)
         yield from find_copies(have, want, overlapping, places, width)
+
+
+def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> None:
+    """Log what planning takes, if it takes long."""
+    wanted = [box for box, receivers in want.items() for _ in receivers]
+    if len(have) * len(wanted) <= _MANY_COPIES:
+        return
+    count = count_pieces(dict(enumerate(have)), dict(enumerate(wanted)))
+    if count > _MANY_COPIES:
+        took = seconds_text(count * _COPY_SECONDS), bytes_text(count * _COPY_BYTES)
+        LOGGER.warning(
+            "planning %s copies of boxes takes about %s and %s of memory; shard the same dims "
+            "before and after to need fewer",
+            f"{count:,}",
+            *took,
+        )
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:

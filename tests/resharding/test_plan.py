@@ -299,3 +299,18 @@ def test_complex_tensors_keep_their_dtype():
     source = {"f": Layout(FOUR, "[S0]", (4,), "complex64"), "w": Layout(FOUR, "[S0]", (4,), "f32")}
     plan = plan_reshard(source, (FOUR, {}), dtype="bf16")
     assert [move.target.dtype for move in plan.moves] == ["complex64", "bfloat16"]
+
+
+def test_planning_that_takes_long_is_announced(monkeypatch, caplog):
+    """Before the first copy is listed; below the limit nothing is said."""
+    first, second = DeviceMesh(range(16)), DeviceMesh(range(16, 32))
+    source = {"w": Layout(first, "[S0,R]", (32, 32), "float32")}
+    for most, lines in ((256, 0), (255, 1)):
+        monkeypatch.setattr("shardspec.resharding.stages._MANY_COPIES", most)
+        assert len(plan_reshard(source, (second, {"w": "[R,S0]"})).copies.traffic) == 256
+        assert len(caplog.messages) == lines
+    assert "256 copies" in caplog.text
+    assert " of memory" in caplog.text
+    caplog.clear()
+    assert len(plan_reshard(source, (second, {"w": "[S0,R]"})).copies.traffic) == 16
+    assert caplog.messages == []
