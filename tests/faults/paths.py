@@ -128,7 +128,7 @@ def _output(place: Path, args: list[Any]) -> None:
 
 def _nul(act: Callable[..., object], source: Path, out: Path) -> None:
     """Try what no command line can say."""
-    more = {"mesh": DeviceMesh((0, 1), (2,))} if act is reshard else {}
+    more = {"device_mesh": DeviceMesh((0, 1), (2,))} if act is reshard else {}
     assert raised(lambda: act(source, out, **more)) is not None
 
 
