@@ -140,7 +140,7 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
-                f"the expression {pattern!r} matches no selected name in {source.directory}; "
+                f"the expression {pattern!r} matches no name selected in {source.directory}; "
                 f"the names start with {first_names(names)}"
             )
     wanted = []
