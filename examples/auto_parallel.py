@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 4 examples/auto_parallel.py
 
 In a job of four processes the links are measured first, and what was planned is then run. Needs
-scipy.
+scipy: ``pip install "shardspec[solver]"``.
 """
 
 import os

@@ -8,7 +8,7 @@ the names of the safetensors format (``"BF16"``).
 from typing import Final
 
 from shardspec.errors import DTypeError
-from shardspec.text import shown
+from shardspec.text import first_of, shown
 
 # name: (bytes an element, name in the safetensors format, short forms)
 # https://github.com/huggingface/safetensors: the format's dtypes, which lack C128
@@ -46,7 +46,7 @@ def dtype_name(dtype: object) -> str:
     text = str(dtype).removeprefix("torch.")
     name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
     if name is None:
-        raise DTypeError(f"unknown dtype {shown(text)}; known: {', '.join(_DTYPES)}")
+        raise DTypeError(f"unknown dtype {shown(text)}; known: {first_of([*_DTYPES], 8)}")
     return name
 
 

@@ -4,12 +4,14 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
 _LEAST_NAME: Final = 24
 """Columns of a name that is not shortened further while there are columns to omit."""
+_LEAST_WRAPPED: Final = 20
+"""Columns of a text that is not wrapped further while there are columns to omit."""
 _LEAST_WIDTH: Final = 8
 """Columns that a shortened name keeps in any case."""
 
@@ -102,13 +104,27 @@ def table_text(
     footer: Sequence[str] | None = None,
     numbers_from: int = 1,
     text_from: int | None = None,
+    optional: Sequence[int] = (),
+    flexible: int = 0,
+    wraps: bool = False,
 ) -> str:
-    """Return an aligned text table; all rows must be as long as the header.
+    """Return an aligned text table that fits the terminal; all rows must be as long as the header.
 
     Columns from `numbers_from` on are aligned to the right, those from `text_from` on to the left.
+    The other options are those of `table_lines`.
     """
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
-    return "\n".join(table_lines(header, lambda: rows, footer=footer, numbers=numbers))
+    lines = table_lines(
+        header,
+        lambda: rows,
+        footer=footer,
+        numbers=numbers,
+        fits=terminal_width(),
+        optional=optional,
+        flexible=flexible,
+        wraps=wraps,
+    )
+    return "\n".join(lines)
 
 
 def html_table(
@@ -142,12 +158,15 @@ def table_lines(
     empty_columns: bool = True,
     fits: int | None = None,
     optional: Sequence[int] = (),
+    flexible: int = 0,
+    wraps: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of a table that may be long; `rows` is called twice.
 
     Columns in `numbers` are aligned to the right. Columns that are empty below the header are
     omitted unless `empty_columns` is set. In a table wider than `fits`, columns of `optional` are
-    omitted in turn, and then the first column is shortened in the middle.
+    omitted in turn, and then columns of texts are shortened in the middle, first the `flexible`
+    one, which with `wraps` is continued below instead.
     """
     # rich would take a minute for 100,000 rows.
     widths = [0] * len(header)
@@ -157,35 +176,57 @@ def table_lines(
     for cells in (header, footer or header):
         widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
 
-    def excess(first: int) -> int:
-        """Return by how much the table is too wide if its first column has this width."""
-        total = first + sum(widths[at] + 3 for at in kept[1:])
+    def excess(narrower: int = 0) -> int:
+        """Return by how much the table is too wide, some columns narrower."""
+        total = sum(widths[at] + 3 for at in kept) - 3 - narrower
         return 0 if fits is None else max(0, total - fits)
 
+    least = _LEAST_WRAPPED if wraps else _LEAST_NAME
     for at in optional:
-        if at in kept and excess(min(widths[0], _LEAST_NAME)):
+        if at in kept and excess(max(0, widths[flexible] - least)):
             kept.remove(at)
-    widths[0] = max(min(widths[0], _LEAST_WIDTH), widths[0] - excess(widths[0]))
+    texts = (flexible, *(at for at in kept if at not in numbers))
+    for at, most in (*product(texts, [least]), *product(texts, [_LEAST_WIDTH])):
+        widths[at] = max(min(widths[at], most), widths[at] - excess())
 
-    def line(row: Sequence[str]) -> str:
-        row = [shortened(row[0], widths[0]), *row[1:]]
-        cells = ((at, printable(row[at]), " " * (widths[at] - _width(row[at]))) for at in kept)
-        return "   ".join(
-            pad + cell if at in numbers else cell + pad for at, cell, pad in cells
-        ).rstrip()
+    def lines(row: Sequence[str]) -> Iterator[str]:
+        parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
+        for number, part in enumerate(parts):
+            row = [*("" if number else cell for cell in row)]
+            row[flexible] = part
+            texts = ((at, shortened(row[at], widths[at])) for at in kept)
+            cells = ((at, text, " " * (widths[at] - _width(text))) for at, text in texts)
+            yield "   ".join(
+                pad + cell if at in numbers else cell + pad for at, cell, pad in cells
+            ).rstrip()
 
     rule = "─" * (sum(widths[at] for at in kept) + 3 * (len(kept) - 1))
-    yield line(header)
+    yield from lines(header)
     yield rule
-    yield from map(line, rows())
+    yield from chain.from_iterable(map(lines, rows()))
     if footer is not None:
         yield rule
-        yield line(footer)
+        yield from lines(footer)
 
 
 def terminal_width() -> int:
     """Return the columns of the terminal; 80 where there is none."""
     return get_terminal_size().columns
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return a text in lines of at most `width` columns, cut at blanks; later ones are indented.
+
+    >>> wrapped("per device; ring model; no links", 20, "  ")
+    ['per device; ring', '  model; no links']
+    """
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and _width(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{indent if lines else ''}{word}")
+    return lines
 
 
 def shortened(text: str, width: int) -> str:

@@ -98,7 +98,7 @@ def test_an_unknown_dtype_is_named_together_with_the_known_ones(given):
         dtype_name(given)
     shown = str(given).removeprefix("torch.")
     assert repr(shown) in str(caught.value)
-    assert all(name in str(caught.value) for name in KNOWN)
+    assert all(name in str(caught.value) for name in ("float32", "float16", "bfloat16"))
     assert isinstance(caught.value, ShardSpecError)
     assert isinstance(caught.value, TypeError)
 

@@ -1,6 +1,7 @@
 import time
 
 import pytest
+from rich.cells import cell_len
 
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, table_text
 
@@ -67,13 +68,29 @@ def test_text_after_numbers():
     assert text.splitlines()[2:] == ["a     12   b", "c      3   long"]
 
 
-def test_a_footer_and_long_cells():
-    text = table_text(["a", "b"], [["x" * 300, "1"]], footer=["all", "10"])
-    lines = text.splitlines()
-    assert lines[0] == "a" + " " * 302 + " b"
-    assert lines[2] == "x" * 300 + "    1"
-    assert lines[-1] == "all" + " " * 300 + "10"
+def test_a_footer():
+    lines = table_text(["a", "b"], [["x" * 30, "1"]], footer=["all", "10"]).splitlines()
+    assert lines[0] == "a" + " " * 32 + " b"
+    assert lines[2] == "x" * 30 + "    1"
+    assert lines[-1] == "all" + " " * 30 + "10"
     assert len(lines) == 5
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_long_cells_fit_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    header, row = ["n", "what", "size"], ["1", "层" * 200, "12"]
+    *_, cut = table_text(header, [row], numbers_from=2, flexible=1).splitlines()
+    assert columns - 1 <= cell_len(cut) <= columns
+    assert "…" in cut
+    row = ["1", "all-gather tp, " * 9, "12"]
+    lines = table_text(header, [row], numbers_from=2, flexible=1, wraps=True).splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    assert lines[2].endswith("12")
+    assert " ".join(lines[2:]).replace("12", "").split() == ["1", *["all-gather", "tp,"] * 9]
+    # Columns that matter least go first.
+    (*_, short) = table_text(header, [["层" * 200, "y" * 20, "12"]], optional=[1]).splitlines()
+    assert ("y" in short) == (columns == 80)
 
 
 def test_cells_are_not_markup():

@@ -26,7 +26,15 @@ from shardspec.checkpoint.convert.select import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
-from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
+from shardspec.cli.output import (
+    name_text,
+    path_text,
+    progress_bar,
+    say,
+    say_json,
+    say_styled,
+    styled,
+)
 from shardspec.errors import CheckpointError
 from shardspec.text import (
     bytes_text,
@@ -217,7 +225,7 @@ def diff_command(
         if extents:
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
-        say(total)
+        say_styled(styled(printable(total), fg="red"))
         if rename is not None:
             words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
             say(f"the names differ in how they begin; compare with {words}")
@@ -226,7 +234,8 @@ def diff_command(
     elif not as_json:
         num_bytes = sum(catalog_a.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
-        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
+        same = f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}"
+        say_styled(styled(same, fg="green"))
     if differences:
         click.get_current_context().exit(_DIFFERENT)
 

@@ -1,7 +1,8 @@
 """The command `shardspec inspect`."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -25,12 +26,25 @@ from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
-from shardspec.text import bytes_text, counted, shown, table_lines, table_text, terminal_width
+from shardspec.text import (
+    bytes_text,
+    counted,
+    natural_order,
+    shown,
+    table_lines,
+    table_text,
+    terminal_width,
+    wrapped,
+)
 
 _MAX_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MAX_VALUE: Final = 60
 """Characters shown of a value that is not a tensor."""
+_MAX_ROWS: Final = 1000
+"""Rows of the table of tensors without ``--full``."""
+_SHARD: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""End of the name of an object that Megatron-core stores for each layer."""
 _INDEX: Final = opts.numbers_kind(
     "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
 )
@@ -175,12 +189,14 @@ def _overview(
 ) -> Iterator[str]:
     """Yield the lines about a checkpoint; with `only`, those about its tensors."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
-    groups = summary.groups()
+    model, states = summary.apart()
     if only is None:
-        parameters, moments = summary.parameters()
+        run = [f"{k if k == 'iteration' else k.upper()} {n}" for k, n in summary.run.items()]
+        parameters, moments = model.elements, states.elements
         facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
         facts += f", {moments:,} element{'s' * (moments != 1)} of an optimizer" if moments else ""
         facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
+        facts += f", of Megatron: {', '.join(run)}" if run else ""
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
     else:
@@ -189,20 +205,17 @@ def _overview(
         )
         if only == "replicated" and mesh is None:
             facts += f", as far as {format} says: what ranks hold alike may be stored once"
-    yield f"{path_text(summary.source.directory)}: {facts}"
-    rows = _rows(summary, full)
-    if count:
-        each = "size each" if any(row[1] for row in rows) else "size"
-        header = ["tensor", "count", "spec", "dtype", "shape", each, "remarks"]
+    width = terminal_width()
+    yield from wrapped(f"{path_text(summary.source.directory)}: {facts}", width)
+    rows = _rows(model, full)
+    yield from _tensors("tensor", rows, full)
+    if full:
+        yield from _tensors("optimizer", _rows(states, full), full)
+    elif states.names:
         yield ""
-        yield from table_lines(
-            header,
-            lambda: rows,
-            numbers=(1, 4, 5),
-            empty_columns=False,
-            fits=terminal_width(),
-            optional=(6, 5, 3),
-        )
+        header = ["optimizer", "tensors", "elements", "dtype", "size"]
+        yield table_text(header, _states(states), text_from=3, optional=(3, 1))
+    groups = model.groups()
     if 1 < len(groups) < len(rows):
         yield ""
         lines = [
@@ -214,8 +227,10 @@ def _overview(
             ]
             for name, group in groups.items()
         ]
-        yield table_text(["group", "tensors", "parameters", "size"], lines)
-    if count and only is None:
+        yield table_text(["group", "tensors", "parameters", "size"], lines, optional=(1, 3))
+    if only is not None:
+        return
+    if count:
         yield ""
         rows = [
             [
@@ -227,14 +242,46 @@ def _overview(
             for rank, num_bytes, file in summary.rank_files
         ]
         header = ["rank", "coordinates", "stored", "file"]
-        yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)
-    if summary.extras and only is None:
+        yield from table_lines(
+            header, lambda: rows, numbers=(2,), empty_columns=False, fits=width, flexible=3
+        )
+    if summary.extras:
         yield ""
-        values = sorted(summary.extras.items())
+        # Megatron stores an object a layer.
+        shards: dict[tuple[str, str], list[str]] = {}
+        for name in natural_order(summary.extras):
+            text = name_text(other_text(summary.extras[name], min(_MAX_VALUE, width // 2)))
+            shards.setdefault((_SHARD.sub("/…", name), text), []).append(name)
         rows = [
-            [name_text(name), name_text(other_text(value, _MAX_VALUE))] for name, value in values
+            [name_text(title if len(names) > 1 else names[0]), _count(names), text]
+            for (title, text), names in shards.items()
         ]
-        yield from table_lines(["other entry", "value"], lambda: rows)
+        yield from table_lines(
+            ["other entry", "count", "value"],
+            lambda: rows,
+            numbers=(1,),
+            empty_columns=False,
+            fits=width,
+        )
+
+
+def _tensors(title: str, rows: Sequence[Sequence[str]], full: bool) -> Iterator[str]:
+    """Yield an empty line and the table of tensors, if there are any."""
+    if not rows:
+        return
+    shown_rows = rows if full else rows[:_MAX_ROWS]
+    each = "size each" if any(row[1] for row in rows) else "size"
+    yield ""
+    yield from table_lines(
+        [title, "count", "spec", "dtype", "shape", each, "remarks"],
+        lambda: shown_rows,
+        numbers=(1, 4, 5),
+        empty_columns=False,
+        fits=terminal_width(),
+        optional=(6, 5, 3),
+    )
+    if len(shown_rows) < len(rows):
+        yield f"and {len(rows) - len(shown_rows):,} more; --full prints a row for every tensor"
 
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
@@ -250,23 +297,31 @@ def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
         cells[tensor.name] = row
     if full:
         return [[name_text(name), "", *row] for name, row in cells.items()]
-    kinds: dict[str, list[str]] = {}
-    for name in cells:
-        kind = optimizer_kind(name)
-        if kind is not None:
-            kinds.setdefault(kind, []).append(name)
-    kinds = {kind: names for kind, names in kinds.items() if len(names) > 1}
-    folded = {name for names in kinds.values() for name in names}
-    model = {name: row for name, row in cells.items() if name not in folded}
-    rows = [
-        [name_text(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
-        for title, names in repeated_layers(model)
+    return [
+        [name_text(title), _count(names), *cells[names[0]]]
+        for title, names in repeated_layers(cells)
     ]
-    for kind, names in kinds.items():
-        dtypes = ", ".join(dict.fromkeys(cells[name][1] for name in names))
-        size = bytes_text(sum(summary.source.outline(name).num_bytes for name in names))
-        rows.append([f"(optimizer: {kind})", str(len(names)), "", dtypes, "", f"{size} in all", ""])
-    return rows
+
+
+def _count(names: Sequence[str]) -> str:
+    return str(len(names)) if len(names) > 1 else ""
+
+
+def _states(summary: CheckpointSummary) -> list[list[str]]:
+    """Return a row for each kind of an optimizer's state."""
+    kinds: dict[str, list[AnyOutline]] = {}
+    for tensor in summary.outlines:
+        kinds.setdefault(optimizer_kind(tensor.name) or "", []).append(tensor)
+    return [
+        [
+            kind,
+            str(len(tensors)),
+            f"{sum(prod(tensor.shape) for tensor in tensors):,}",
+            ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors)),
+            bytes_text(sum(tensor.num_bytes for tensor in tensors)),
+        ]
+        for kind, tensors in kinds.items()
+    ]
 
 
 def _cells(
@@ -312,5 +367,7 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
         ]
         for box in facts["boxes"]
     ]
-    table = table_text(["box", "rank", "size", "offset", "file"], rows, text_from=4)
+    table = table_text(
+        ["box", "rank", "size", "offset", "file"], rows, text_from=4, optional=(3,), flexible=4
+    )
     return f"{title}\n{table}" if rows else title

@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from textwrap import fill
 
 import click
 
@@ -19,7 +18,7 @@ from shardspec.comm.cost import accuracy_text
 from shardspec.comm.curves import Link
 from shardspec.comm.presets import link_preset, preset_names
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import shown, table_text
+from shardspec.text import shown, table_text, terminal_width, wrapped
 
 
 @click.group(cls=CommandGroup)
@@ -54,18 +53,18 @@ def list_links(as_json: bool) -> None:
         ]
         for preset in presets
     ]
-    say(f"{table_text(header, rows, numbers_from=4)}\n")
+    say(f"{table_text(header, rows, numbers_from=4, optional=(2, 1, 3))}\n")
     for preset in presets:
         say(preset.name)
         say(_note("for", preset.valid_for))
         if preset.link.error:
             say(_note("off", accuracy_text([preset.link])))
         say(_note("from", f"{preset.source}; read {preset.read_on}"))
-    say(
-        "\nLatency and rate are those of one message. Where collectives were measured, fitted "
-        "curves price\nthem, and plans print the errors of these. This project measured none of "
-        "them."
+    about = (
+        "Latency and rate are those of one message. Where collectives were measured, fitted curves "
+        "price them, and plans print the errors of these. This project measured none of them."
     )
+    say("\n".join(["", *wrapped(about, min(100, terminal_width()))]))
 
 
 @links_command.command("import", cls=Command)
@@ -108,14 +107,15 @@ def _write_links(output: Path, preset: LinkPreset, *, overwrite: bool) -> None:
 
     write_file(output, preset.text(), overwrite=overwrite)
     header = ["collective", "devices", "hosts", "sizes", "low latency", "high rate"]
-    say(table_text(header, fit_rows(preset), numbers_from=1))
+    say(table_text(header, fit_rows(preset), optional=(3, 2)))
     links = [link for link in (preset.inside, preset.between) if isinstance(link, Link)]
-    say(f"accuracy: {accuracy_text(links) or 'not known; measure more sizes'}")
+    accuracy = f"accuracy: {accuracy_text(links) or 'not known; measure more sizes'}"
+    say("\n".join(wrapped(accuracy, terminal_width(), "  ")))
     say(f"{path_text(output)}: links of hosts of {preset.per_node or 'any number of'} devices")
 
 
 def _note(title: str, text: str) -> str:
-    return fill(f"  {title:4}  {text}", 100, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(wrapped(f"  {title:4}  {text}", min(100, terminal_width()), " " * 8))
 
 
 @click.command(cls=Command)

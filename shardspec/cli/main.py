@@ -23,6 +23,7 @@ from typing import Any, Final, Never
 import click
 
 from shardspec.cli.command import COMMON, CommandGroup
+from shardspec.cli.output import styled
 from shardspec.errors import (
     CheckpointError,
     InputFileError,
@@ -149,8 +150,7 @@ def _fail(message: str, code: int) -> int:
     terminal = sys.stderr.isatty()
     most = 3 * terminal_width() - len("Error: ") if terminal else _MAX_CHARACTERS
     text = shortened(message, most)
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    click.echo(f"{'Error:' if plain else click.style('Error:', fg='red')} {text}", err=True)
+    click.echo(f"{styled('Error:', fg='red')} {text}", err=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         # torchrun shows the first of all processes, and interrupts the others in the same second.

@@ -1,6 +1,7 @@
 """Prints and writes for commands: lines with control characters escaped, files, progress bars."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -42,6 +43,12 @@ def say_styled(text: str, *, nl: bool = True) -> None:
         click.echo(text, nl=nl)
 
 
+def styled(text: str, **style: Any) -> str:  # noqa: ANN401  # handed on to click as it is
+    """Return a text with a style of `click.style`, or unchanged if colors are unwanted."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else click.style(text, **style)
+
+
 def say_json(record: object) -> None:
     """Print a record as one line of JSON."""
     say(json.dumps(record))
@@ -53,7 +60,7 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
         return
     parts, first = iter(parts), True
     while batch := list(islice(parts, 256)):
-        text = printable(between.join(batch), keep="\n")
+        text = between.join(printable(part, keep="\n") for part in batch)
         click.echo(text if first else between + text, nl=False)
         first = False
     click.echo()

@@ -5,13 +5,14 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Final, TypeAlias
 
 import click
 
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
-from shardspec.cli.output import path_text, say, say_json, say_styled
+from shardspec.cli.output import path_text, say, say_json, say_styled, styled
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
@@ -19,7 +20,16 @@ from shardspec.layout.naive import naive_plan
 from shardspec.layout.plan import ConversionPlan, known_error
 from shardspec.layout.plan_text import difference_text, plans_table
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
+from shardspec.text import (
+    bytes_text,
+    counted,
+    printable,
+    seconds_text,
+    shown,
+    table_text,
+    terminal_width,
+    wrapped,
+)
 
 _MAX_ALTERNATIVES: Final = 100
 
@@ -111,15 +121,16 @@ def plan_command(
             record["explanation"] = difference_text(best, naive)
         say_json(record)
         return
-    say_styled(_styled(_with_option(str(best))))
+    say_styled(_styled(str(best)))
     if alternatives is not None:
         numbers = [str(number) for number in range(1, len(plans) + 1)]
-        say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
+        table = _first_green(plans_table(plans, numbers)) if others else "there is no other plan"
+        say_styled(f"\n{table}")
         if 1 < len(plans) < count:
             say("there are no more plans")
     if naive is not None:
-        say(f"\n{difference_text(best, naive)}")
-        say(plans_table([best, naive], ["chosen", "naive"]))
+        say("\n".join(["", *wrapped(difference_text(best, naive), terminal_width())]))
+        say_styled(_first_green(plans_table([best, naive], ["chosen", "naive"])))
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
@@ -129,17 +140,20 @@ def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
 
 
-def _with_option(text: str) -> str:
-    """Return the text of a plan, with the name of the option for links."""
-    return text.replace("no links given", "no --links given")
+def _first_green(table: str) -> str:
+    """Return a table with its first row, the cheapest plan, in green."""
+    header, rule, first, *lines = table.split("\n")
+    more = list(takewhile(lambda line: line.startswith(" "), lines))
+    green = (styled(line, fg="green") for line in (first, *more))
+    return "\n".join([header, rule, *green, *lines[len(more) :]])
 
 
 def _styled(text: str) -> str:
     """Return a plan's text with its title bold and its assumptions dim, if on a terminal."""
     first, *lines = printable(text, keep="\n").split("\n")
-    aside = ("per device; ", "accuracy: ", "nothing to do: ")
-    styled = (click.style(line, dim=True) if line.startswith(aside) else line for line in lines)
-    return "\n".join([click.style(first, bold=True), *styled])
+    aside = ("per device; ", "accuracy: ", "nothing to do: ", "  ")
+    texts = (styled(line, dim=True) if line.startswith(aside) else line for line in lines)
+    return "\n".join([styled(first, bold=True), *texts])
 
 
 _MAX_PAIRS: Final = 1_000_000
@@ -217,12 +231,13 @@ def cost_command(
     else:
         titles = ["from", "to", "steps", "receives", "time", "peak"]
         rows = [row for _, row, _ in distinct.values()]
-        header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
+        table = table_text(titles, rows, numbers_from=2, optional=(2, 5, 3))
+        header, rule, *lines = table.split("\n")
         line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text(mesh.axis_labels())
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
-        aside = f"per device; {model.link_model} model; {links}\naccuracy: {accuracy}"
-        say(_with_option(aside))
+        for note in f"per device; {model.link_model} model; {links}", f"accuracy: {accuracy}":
+            say("\n".join(wrapped(note, terminal_width(), "  ")))
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:

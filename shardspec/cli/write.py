@@ -238,7 +238,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
     header = ["tensor", "rule", "spec"]
     if not by_rules:  # sharded as another checkpoint, or replicated
         header, rows = header[::2], [row[::2] for row in rows]
-    return table_text(header, rows, text_from=0)
+    return table_text(header, rows, text_from=0, optional=(1,) if by_rules else ())
 
 
 @click.command(cls=Command)

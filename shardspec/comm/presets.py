@@ -16,6 +16,7 @@ from shardspec.comm.cluster_file import LinkPreset, read_links
 from shardspec.comm.curves import Link
 from shardspec.errors import MeshError, ProfileError
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import first_of
 
 _FOLDER: Final = Path(__file__).with_name("links")
 ASSUMED: Final = "assumed "
@@ -43,7 +44,8 @@ def link_preset(name: str) -> LinkPreset:
 @lru_cache(maxsize=64)
 def _preset(name: str) -> LinkPreset:
     if name not in preset_names():
-        raise MeshError(f"no link preset {name!r}; known: {', '.join(preset_names())}")
+        known = first_of(preset_names(), 5)
+        raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     return read_links(_FOLDER / f"{name}.toml")
 
 

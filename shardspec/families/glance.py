@@ -95,7 +95,7 @@ class Glance:
 
     def __str__(self) -> str:
         (total,) = self._totals()
-        lines = [table_text(_HEADER, self._rows(), footer=total, numbers_from=2)]
+        lines = [table_text(_HEADER, self._rows(), footer=total, numbers_from=2, optional=(2, 6))]
         busiest = max(self.ranks, key=self.weight_bytes.__getitem__)
         lines.append(
             f"{counted(len(self.ranks), 'rank')}; rank {busiest} holds most weights: "

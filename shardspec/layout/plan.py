@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, TypeAlias
 
 from shardspec.comm.cost import CostModel, accuracy_text
@@ -28,7 +28,7 @@ from shardspec.layout.cross import (
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import notebook_html, row_svg
 from shardspec.layout.pricing import pair_prices
-from shardspec.text import bytes_text, seconds_text, table_text
+from shardspec.text import bytes_text, seconds_text, table_text, terminal_width, wrapped
 
 Move: TypeAlias = tuple[Step, Layout]
 """A step, and the layout it leads to."""
@@ -180,6 +180,7 @@ class ConversionPlan:
             f"{source.dtype} ({bytes_text(source.global_bytes)}) {meshes}"
         )
         if not self.steps:
+            title = "\n".join(wrapped(title, terminal_width(), "  "))
             return f"{title}\nnothing to do: both are the same layout"
         rows = zip(self.moves, self.step_bytes, self.step_seconds, self.live_bytes, strict=True)
         table = table_text(
@@ -204,13 +205,18 @@ class ConversionPlan:
                 f"peak {bytes_text(self.peak_bytes)}",
             ],
             numbers_from=3,
+            optional=(1, 5, 2, 3),
+            wraps=True,
         )
         links = "; then ".join(
             f"{model.link_model} model; {model.links_text(layout.mesh.axis_labels())}"
             for model, layout in ((self.model, source), (self.target_model, target))
             if model is not None
         )
-        return f"{title}\n{table}\nper device; {links}\naccuracy: {self.known_error}"
+        width = terminal_width()
+        lines = (f"per device; {links}", f"accuracy: {self.known_error}")
+        notes = chain.from_iterable(wrapped(line, width, "  ") for line in lines)
+        return "\n".join([*wrapped(title, width, "  "), table, *notes])
 
 
 def plan_of_moves(

@@ -33,7 +33,8 @@ def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
         for name, plan in zip(names, plans, strict=True)
     ]
     header = ["plan", "steps", "through", "receives", "time", "ratio", "peak"]
-    return table_text(header, rows, numbers_from=3)
+    optional = (2, 6, 3, 5)
+    return table_text(header, rows, numbers_from=3, optional=optional, flexible=1, wraps=True)
 
 
 def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:

@@ -1,17 +1,21 @@
 """The command `shardspec inspect`."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from click.testing import CliRunner
 from rich.cells import cell_len
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.compare.inspect import inspect_checkpoint, other_text
 from shardspec.cli.main import cli
+from tests.checkpoint.formats.megatron_files import core, write
 from tests.checkpoint.handmade import handmade, sample
 
 
@@ -41,7 +45,7 @@ def test_tensors_and_ranks(ckpt):
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
-    assert ["step", "[]", "int64", "scalar", "8", "B", "replicated"] in lines
+    assert ["step", "1", "1", "int64", "8", "B"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
     assert [r"a.[very].long\tname" * 6, "[R]", "uint8", "3", "3", "B", "replicated"] in lines
     assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
@@ -253,19 +257,83 @@ def test_every_file_of_a_rank_is_listed_with_its_bytes(tmp_path):
     assert [(row["rank"], row["bytes"]) for row in listed] == [(0, 512), (0, 256)]
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_a_table_fits_the_terminal(tmp_path, columns):
-    tensors = {
-        "x" * 500: ("[R]", np.zeros(3, np.float32)),
-        "模型.权重." + "层" * 60: ("[R]", np.zeros(3, np.float32)),
-        "optim.state.a.exp_avg": ("[R]", np.zeros(3, np.float32)),
-        "optim.state.b.exp_avg": ("[R]", np.zeros(3, np.float32)),
-    }
+NAMES = [
+    "x" * 500,
+    "模型.权重." + "层" * 60,
+    *(f"model.layers.{i}.self_attention.linear_qkv.layer_norm_weight" for i in (0, 2)),
+    *(f"optim.state.{name}.exp_avg" for name in "ab"),
+]
+
+
+@pytest.mark.parametrize("full", [(), ("--full",)])
+@pytest.mark.parametrize("columns", [None, 40, 80, 120])
+def test_what_is_printed_fits_the_terminal(tmp_path, columns, full):
+    tensors = {name: ("[R]", np.zeros(3, np.float32)) for name in NAMES}
     place = handmade(tensors).write(tmp_path / "c")
-    result = CliRunner().invoke(cli, ["inspect", str(place)], env={"COLUMNS": str(columns)})
+    env = {"COLUMNS": None if columns is None else str(columns), "TERM": "dumb"}
+    result = CliRunner().invoke(cli, ["inspect", str(place), *full], env=env)
     assert result.exit_code == 0
-    assert "6 parameters, 6 elements of an optimizer" in result.stdout
-    table = result.stdout.split("\n\n")[1].splitlines()
-    assert max(map(cell_len, table)) <= columns
-    assert len(table) == 5
-    assert "(optimizer: exp_avg)" in table[-1] or columns == 40
+    title, table, states, *_ = result.stdout.split("\n\n")
+    assert "12 parameters, 6 elements of an optimizer" in " ".join(title.split())
+    lines = [line for line in result.stdout.splitlines() if str(tmp_path) not in line]
+    assert max(map(cell_len, lines)) <= (columns or 80)
+    assert "exp_avg" not in table
+    rows = [line.split() for line in states.splitlines()[2:]]
+    if full:
+        assert [row[0] for row in rows] == ["optim.state.a.exp_avg", "optim.state.b.exp_avg"]
+    else:
+        assert [row[:3] for row in rows] == [["exp_avg", "2", "6"]]
+
+
+def test_rows_of_many_tensors_are_cut_unless_all_are_wanted(tmp_path):
+    path = tmp_path / "many.safetensors"
+    safetensors.numpy.save_file({f"n{i}x": np.zeros(1, np.int8) for i in range(1500)}, path)
+    short, full = run(path).stdout, run(path, "--full").stdout
+    assert short.count("\nn") == 1000
+    assert "and 500 more; --full" in short
+    assert full.count("\nn") == 1500
+
+
+SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("common", "run_facts"),
+    [
+        ({"iteration": 30, "args": SIZES}, {"iteration": 30, "tp": 2, "pp": 4}),
+        ({"args": {"expert_model_parallel_size": 8}}, {"ep": 8}),
+        ({"iteration": "30", "args": {"tensor_model_parallel_size": True}}, {}),
+        ({"iteration": 30}, {"iteration": 30}),
+        (b"no pickle", {}),
+        (None, {}),
+    ],
+)
+def test_what_megatron_says_of_a_run(tmp_path, common, run_facts):
+    save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    if isinstance(common, bytes):
+        (tmp_path / "common.pt").write_bytes(common)
+    elif common is not None:
+        args = {"args": Namespace(**common["args"])} if "args" in common else {}
+        torch.save({**common, **args}, tmp_path / "common.pt")
+    assert json.loads(run(tmp_path, "--json").stdout)["run"] == run_facts
+    title = " ".join(run(tmp_path).stdout.partition("\n\n")[0].split())
+    texts = [f"{key if key == 'iteration' else key.upper()} {n}" for key, n in run_facts.items()]
+    assert ("Megatron" in title) == bool(run_facts)
+    assert title.endswith(", ".join(texts))
+
+
+def test_what_ranks_of_megatron_say_of_a_run(tmp_path):
+    write(tmp_path, core(gated=True), 3, [[0, 1], [2, 3, 4]])
+    facts = json.loads(run(tmp_path, "--json").stdout)["run"]
+    assert facts == {"iteration": 10, "tp": 3, "pp": 2, "ep": 1}
+    assert "of Megatron: iteration 10, TP 3, PP 2, EP 1" in " ".join(run(tmp_path).stdout.split())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_of_layers_share_a_row(tmp_path):
+    state = {"w": torch.ones(3), "step": 4}
+    state |= {f"decoder.mlp._extra_state/shard_{i}_3": [None] for i in range(3)}
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    rows = [line.split() for line in run(tmp_path).stdout.split("\n\n")[-1].splitlines()[2:]]
+    assert rows == [["decoder.mlp._extra_state/…", "3", "[None]"], ["step", "4"]]

@@ -15,7 +15,8 @@ def run(*args):
     return CliRunner().invoke(cli, ["links", "list", *args], prog_name="shardspec")
 
 
-def test_the_table():
+def test_the_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     result = run()
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()

@@ -178,7 +178,8 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(MeshError) as caught:
         link_preset("h100")
     assert isinstance(caught.value, ShardSpecError)
-    assert str(caught.value) == f"no link preset 'h100'; known: {', '.join(NAMES)}"
+    assert str(caught.value).startswith("no link preset 'h100'; 'shardspec links list'")
+    assert all(name in str(caught.value) for name in NAMES[:5])
 
 
 # Times in µs that no curve was fitted to, by collective and bytes of the whole buffer: nccl-tests
@@ -293,7 +294,7 @@ def test_presets_by_axis():
     for names in (["unit"] * 3, []):
         with pytest.raises(MeshError, match=wrong_number):
             CostModel.from_presets(mesh, names)
-    with pytest.raises(MeshError, match="no link preset 'warp'; known: a100-nvswitch, "):
+    with pytest.raises(MeshError, match=r"no link preset 'warp'; .*: a100-nvswitch, "):
         CostModel.from_presets(mesh, ["warp"])
 
 

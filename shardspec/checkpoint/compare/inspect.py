@@ -14,6 +14,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.compare.coverage import check_tiling, memoize_by_boxes
+from shardspec.checkpoint.formats.megatron import run_facts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
@@ -71,6 +72,8 @@ class CheckpointSummary:
     """The tensors that count, in natural order: ``layers.2`` before ``layers.10``."""
     extras: Mapping[str, object]
     """Entries that are not tensors."""
+    run: Mapping[str, int]
+    """What files of Megatron say of the run: ``iteration``, ``tp``, ``pp``, ``ep``."""
 
     @property
     def outlines(self) -> Iterator[AnyOutline]:
@@ -94,10 +97,20 @@ class CheckpointSummary:
 
     def parameters(self) -> tuple[int, int]:
         """Return the elements of the model's tensors, and those of the optimizer's state."""
-        counts = [0, 0]
-        for tensor in self.outlines:
-            counts[optimizer_kind(tensor.name) is not None] += prod(tensor.shape)
-        return counts[0], counts[1]
+        model, states = self.apart()
+        return model.elements, states.elements
+
+    def apart(self) -> "tuple[CheckpointSummary, CheckpointSummary]":
+        """Return the model's tensors, and those of the optimizer's state."""
+        model = tuple(name for name in self.names if optimizer_kind(name) is None)
+        chosen = set(model)
+        states = tuple(name for name in self.names if name not in chosen)
+        return replace(self, names=model), replace(self, names=states)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all whole tensors."""
+        return sum(prod(tensor.shape) for tensor in self.outlines)
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
@@ -147,6 +160,7 @@ class CheckpointSummary:
         return {
             "directory": str(source.directory),
             "format": source.format,
+            "run": dict(self.run),
             "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
             "bytes": self.num_bytes,
             "parameters": self.parameters()[0],
@@ -200,7 +214,8 @@ def other_text(value: object, most: int = 200) -> str:
 def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
-    summary = CheckpointSummary(source, tuple(natural_order(source.names)), {})
+    names = tuple(natural_order(source.names))
+    summary = CheckpointSummary(source, names, {}, run_facts(source))
     check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
     for tensor in summary.outlines:
         summary.layout(tensor)
@@ -220,6 +235,8 @@ _OPTIMIZER: Final = re.compile(
     rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
 )
 """Names of an optimizer's state, as torch, Megatron and DeepSpeed give them."""
+_MAIN: Final = re.compile(r"optimizer\.state\.((?:fp32_)?param)\.")
+"""Main parameters of Megatron's distributed optimizer."""
 _NUMBERED: Final = "(numbered)"
 """The group of names that begin with a number."""
 _MAX_GROUPS: Final = 12
@@ -319,7 +336,7 @@ def optimizer_kind(name: str) -> str | None:
     """
     if _OPTIMIZER.search(name) is None:
         return None
-    kind = _MOMENT.search(name)
+    kind = _MOMENT.search(name) or _MAIN.search(name)
     return "other" if kind is None else kind[1]
 
 

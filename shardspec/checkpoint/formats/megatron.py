@@ -23,6 +23,7 @@ from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue
 from shardspec.checkpoint.formats import Format, Newest, OpenOptions, cut_rules, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
     check_no_copies,
@@ -46,6 +47,8 @@ _VERL_STEP: Final = "global_step_"
 _RANKS: Final = "tensor_model_parallel_size"
 _STAGES: Final = "pipeline_model_parallel_size"
 _EXPERTS: Final = "expert_model_parallel_size"
+_COMMON: Final = "common.pt"
+"""File of Megatron-core with the arguments of the run, beside torch's metadata."""
 _EXTRA: Final = "._extra_state"
 _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
 _DECODER: Final = re.compile(
@@ -66,6 +69,24 @@ def _number(state: TorchState, name: str) -> int | None:
     """Return an argument that is a whole number."""
     value = _argument(state, name)
     return value if type(value) is int else None
+
+
+def run_facts(source: Catalog) -> dict[str, int]:
+    """Return the iteration and the parallel sizes that a run of Megatron wrote, if it did."""
+    first = next(iter(source.files), source.directory)
+    if first.name == METADATA_NAME:
+        first = file_inside(first.parent, _COMMON, first.parent)
+    if first.name not in (_FILE, _COMMON) or not first.exists():
+        return {}
+    try:
+        (state,) = read_torch_states([first])
+    except CheckpointError:
+        return {}  # the file is copied unread
+    iteration = state.extras.get("iteration")
+    facts = {"iteration": iteration if type(iteration) is int else None}
+    facts |= {"tp": _number(state, _RANKS), "pp": _number(state, _STAGES)}
+    facts |= {"ep": _number(state, _EXPERTS)}
+    return {key: number for key, number in facts.items() if number is not None}
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
