@@ -22,7 +22,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4531, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (55275, 345),  # 69 lines hold the rules of plain English
+    "tests": (55295, 345),  # 101 lines hold the rules of plain English
 }
 
 
