@@ -125,6 +125,11 @@ class ReshardPlan:
         named = self.moves, self.values, self.padded, self.dropped, self.digest
         return state_copies(*named, self.max_bytes, self.links)
 
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ids of all devices, and numbers of the files of a checkpoint, ascending."""
+        return self.copies.devices
+
     @cached_property
     def sent(self) -> Mapping[int, int]:
         """Bytes that every device sends."""
