@@ -51,7 +51,7 @@ class LinkPreset:
     memory_gb_per_s: float | None = None
     """The rate at which devices read or write their memory; None if unknown."""
     scope: str = "cluster"
-    """What the link spans: node, rack, cross-node, torus axis, any."""
+    """The scope of the link: node, rack, cross-node, torus axis, any."""
     basis: Basis = "measured"
     """The way in which the numbers were obtained."""
     confidence: Confidence = "medium"
