@@ -85,9 +85,9 @@ def from_safetensors(code: str) -> str:
 
 
 def keeps_dtype(name: str) -> bool:
-    """Whether a tensor of a name is never cast: the biases by which routers balance experts.
+    """Return True if the tensor of this name is never cast: a bias that balances experts.
 
-    They are float32, and few values are left of them in 16 bits.
+    Such biases are float32 and lose most of their values in 16 bits.
 
     >>> keeps_dtype("model.layers.3.mlp.gate.e_score_correction_bias"), keeps_dtype("x.bias")
     (True, False)

@@ -111,8 +111,8 @@ def test_format_plugin(tmp_path):
         "sharded: rank-00000.npz rank-00001.npz rank-00002.npz rank-00003.npz\n"
         "equal: True\n"
         "loaded: w as [S0,S1], (3, 2) on device 3\n"
-        "cut: 3 tensors, 36 parameters, 1 element of an optimizer, 176 B, in the format of npz, "
-        "saved on mesh 2x2 (4 devices)\n"
+        "cut: 3 tensors, 36 parameters, 1 element of an optimizer, 176 B, in the format\n"
+        "of npz, saved on mesh 2x2 (4 devices)\n"
     )
     assert "\n0 (0, 0) 36 B rank-00000.npz\n" in output
     assert output.endswith(

@@ -4,13 +4,19 @@ import ast
 import re
 from pathlib import Path
 
-from tests.sources import FILES, tree_of
+from tests.sources import FILES, nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_WORDS = 80
 # First words that say nothing about the thing; a noun or a verb does.
 OF_MODULES = re.compile(r"(Which|What|How|Whether|All)\b")
+OF_MEMBERS = re.compile(r"\s*(Of|What|Which|By|Whether|How)\b")
+MAX_ERROR = 160
+LIBRARY = ROOT / "shardspec"
+CLEANED = [
+    path for path in FILES if not {LIBRARY / "checkpoint", LIBRARY / "cli"} & {*path.parents}
+]
 BRITISH = re.compile(
     r"\b\w*?((?:recogn|quant|normal|serial|organ|optim|minim|maxim|initial|synchron|summar"
     r"|special|general|parallel|token|vector|material)is(?:e[ds]?|ing|ation)\b"
@@ -55,6 +61,32 @@ def test_paragraphs_are_found():
 def test_modules_say_what_they_do():
     docs = {path: ast.get_docstring(tree_of(path)) or "" for path in FILES}
     assert [path for path, doc in docs.items() if OF_MODULES.match(doc)] == []
+
+
+def test_members_begin_with_a_noun_or_a_verb():
+    riddles = [
+        f"{path}:{node.lineno}"
+        for path in CLEANED
+        for node in nodes_of(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if OF_MEMBERS.match(str(node.value.value))
+    ]
+    assert not riddles, "\n".join(riddles)
+
+
+def test_errors_are_short():
+    long = [
+        f"{path}:{node.lineno}"
+        for path in CLEANED
+        for node in nodes_of(path)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        for texts in [[text for arg in node.exc.args for text in ast.walk(arg)]]
+        if sum(
+            len(t.value) for t in texts if isinstance(t, ast.Constant) and isinstance(t.value, str)
+        )
+        > MAX_ERROR
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_spelling_is_american():

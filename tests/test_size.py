@@ -9,10 +9,10 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43646, 196),
+    "shardspec": (43724, 197),
     "shardspec/checkpoint": (18131, 73),
     "shardspec/cli": (3394, 15),
-    "shardspec/comm": (4039, 22),
+    "shardspec/comm": (4110, 23),
     "shardspec/explorer": (229, 2),
     "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
@@ -20,9 +20,9 @@ BUDGET = {
     "shardspec/mesh": (1103, 5),
     "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4531, 14),
-    "shardspec/tensor": (3293, 16),
-    "tests": (55275, 345),  # 69 lines hold the rules of plain English
+    "shardspec/resharding": (4536, 14),
+    "shardspec/tensor": (3295, 16),
+    "tests": (55364, 346),  # 101 lines hold the rules of plain English
 }
 
 

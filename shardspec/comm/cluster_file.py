@@ -51,7 +51,7 @@ class LinkPreset:
     memory_gb_per_s: float | None = None
     """The rate at which devices read or write their memory; None if unknown."""
     scope: str = "cluster"
-    """What the link spans: node, rack, cross-node, torus axis, any."""
+    """The scope of the link: node, rack, cross-node, torus axis, any."""
     basis: Basis = "measured"
     """The way in which the numbers were obtained."""
     confidence: Confidence = "medium"
@@ -130,9 +130,9 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     joining, inside = root.get("between"), None
     if joining is not None and not isinstance(joining, str):
         joining_name = f"{name} between hosts" if "inside" in root else name
-        joining = _link(joining, joining_name, joining.get("port", "device"))
+        joining = link_of_record(joining, joining_name, joining.get("port", "device"))
     if "inside" in root or joining is None:
-        inside = replace(_link(root["inside"], name), room=room)
+        inside = replace(link_of_record(root["inside"], name), room=room)
     about = {key: root["about"][key] for key in _ABOUT if key in root.get("about", {})}
     if about.get("basis", "spec") not in get_args(Basis) or not all(
         isinstance(value, str) for value in about.values()
@@ -141,7 +141,8 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     return LinkPreset(name, inside, joining, room, memory, **about)
 
 
-def _link(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
+def link_of_record(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
+    """Return the link that a table of a file states; raises `ProfileError` for a bad value."""
     if unknown := set(record) - _LINK_KEYS:
         raise ProfileError(
             f"a link has {shown(min(unknown))}; known: {', '.join(sorted(_LINK_KEYS))}"

@@ -13,12 +13,12 @@ T = TypeVar("T")
 _LONG: Final = 200
 """Characters of a value that an error shows."""
 _FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
-"""What reading, writing and torch raise. Other errors are raised unchanged where they happened, and
-fail the other ranks too."""
+"""Errors of reading, writing and torch. Other errors are raised unchanged where they happen, and
+the other ranks fail too."""
 
 
 class Failure(NamedTuple):
-    """What a rank tells the others of an error."""
+    """The report of an error that a rank sends to the others."""
 
     kind: type[ShardSpecError]
     """The error that all raise."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from math import prod
 from operator import gt
+from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.comm import curves, presets
@@ -25,6 +26,7 @@ from shardspec.comm.curves import (
     share,
     whole,
 )
+from shardspec.comm.earlier_profile import read_earlier_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
@@ -143,6 +145,15 @@ class CostModel:
         copy_s = 0.0 if copies is False else presets.memory_copy_s(names, required=bool(copies))
         cluster = replace(cluster, copy_s=copy_s)
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s, cluster=cluster)
+
+    @classmethod
+    def from_profile(cls, path: str | Path) -> "CostModel":
+        """Return the model of a profile in JSON, which earlier versions wrote, on its mesh.
+
+        ``shardspec profile`` writes files of links now, for `links=` and any mesh. Raises
+        `ProfileError` if there is no such file, or it is damaged.
+        """
+        return cls(*read_earlier_profile(Path(path)))
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
         """Return the seconds of a collective, given the bytes of the largest shard before it."""

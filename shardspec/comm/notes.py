@@ -35,7 +35,7 @@ _NOTE_TAG: Final = 0x5AD0
 _VALUE_TAG: Final = 0x5AD1
 """The tag of values too long for a note."""
 _PATIENCE_S: Final = 1.0
-"""How long a rank that gives up waits for what others write to the store."""
+"""Time for which a rank that gives up waits for errors that others write to the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Notes:
     job: Job
     rank: int
     is_telling: bool = False
-    """Whether the thread that converts is sending its errors to other ranks."""
+    """True while the thread that converts sends its errors to other ranks."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _owner: int | None = None
     """The thread that converts."""
@@ -60,7 +60,7 @@ class Notes:
     _group: dist.ProcessGroup | None = None
     _note_bytes: int = field(default_factory=lambda: NOTE_BYTES + dist.get_world_size() // 8)
     _has_spoken: bool = False
-    """Whether this rank has written to the store."""
+    """True once this rank has written to the store."""
     _given_up: str = ""
     """The error after which this rank converts nothing more."""
 
@@ -86,7 +86,7 @@ class Notes:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is the one that converts."""
+        """True in the thread that converts."""
         return self._owner == threading.get_ident()
 
     @contextmanager

@@ -57,7 +57,7 @@ _MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
 """The length at which an outer dim is preferred for cutting a box."""
 _EVEN: Final = 2e-3
-"""How far above the lower bound the busiest holder may end, as a fraction."""
+"""Fraction by which the busiest holder may exceed the lower bound."""
 _OVERSHOOT: Final = 1.9
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
-"""How addends of a tensor are combined."""
+"""Operations that combine the addends of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

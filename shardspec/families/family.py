@@ -21,8 +21,8 @@ CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
     *("latent", "summed"),
 )
-"""How tensors are sharded: `latent` ones by Megatron-core's own layers alone, and `summed` ones lie
-whole on the first rank of an engine that sums them up."""
+"""Ways to shard a tensor. `latent`: sharded only by Megatron-core's own layers. `summed`: stored
+whole on rank 0 of an engine that adds up all ranks."""
 PLACES: Final = ("file", "live", "megatron", "fused")
 """Files of transformers, its models in memory, Megatron-core, and engines for serving."""
 NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
@@ -34,7 +34,7 @@ _HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
 }
-"""What a family says beside its rows: the type of each value, and its name in errors."""
+"""Keys of a family besides its rows: the type of each value, and its name in errors."""
 _SLICED: Final = re.compile(r"(\w+)\[")
 
 _Table: TypeAlias = Mapping[str, object]
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     side: Side
     """Its name, view and slices in the files of transformers."""
     cut: Mapping[str, str]
-    """How it is sharded, by place."""
+    """Place -> the way in which it is sharded, one of `CUTS`."""
     places: Mapping[str, Side | None]
     """Where it lies under other names; None where it has no place."""
     when: tuple[str, ...] = ()
@@ -68,9 +68,9 @@ class Family(NamedTuple):
     name: str
     model_types: tuple[str, ...]
     prefix: Mapping[str, str]
-    """What stands before the names of a layer's tensors, by ``hf`` and ``megatron``."""
+    """Prefix of the names of a layer's tensors, by ``hf`` and ``megatron``."""
     rows: Mapping[str, tuple[Row, ...]]
-    """Of the whole ``model``, of each ``layer``, and of each layer behind the last (``mtp``)."""
+    """Rows of the ``model``, of each ``layer``, and of each further layer (``mtp``)."""
     unused: tuple[str, ...]
     """Names of tensors that files may contain and that go nowhere."""
     sizes: Mapping[str, str]
@@ -78,7 +78,7 @@ class Family(NamedTuple):
     defaults: Mapping[str, str]
     """Values of transformers' class for keys that a config leaves out."""
     refused: Mapping[str, str]
-    """Why there is no way to or from a place; of ``all`` of them."""
+    """Place, or ``all`` -> the reason why no map leads to or from it."""
 
 
 @lru_cache(1)

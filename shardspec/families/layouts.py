@@ -41,14 +41,14 @@ _ROUND_UP: Final = 64
 
 
 class ParsedLayout(NamedTuple):
-    """What the text of a layout says."""
+    """The parsed text of a layout."""
 
     kind: str
     sizes: Mapping[str, int]
     layers: tuple[int, ...]
-    """How many layers each stage has, where that is stated."""
+    """Number of layers per stage; empty if the text has none."""
     local: bool
-    """Whether Megatron-core's own layers are meant, not those of Transformer Engine."""
+    """True for Megatron-core's own layers, False for those of Transformer Engine."""
 
     @property
     def place(self) -> NamesOf:
@@ -62,7 +62,7 @@ class _Target(NamedTuple):
     name: str
     view: str
     rows: tuple[tuple[Side, str], ...]
-    """What it is made of: sides, and how each is sharded."""
+    """Its parts: (side, the way in which it is sharded)."""
 
 
 def parse_layout(text: str) -> ParsedLayout:

@@ -217,7 +217,7 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
 
 
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
-    """Whether all names are those that a map leads to, and no longer ones."""
+    """Return True if all names are target names of a map, without a prefix."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
     kept = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()

@@ -16,7 +16,7 @@ from shardspec.text import shown
 
 _TIED: Final = "tie_word_embeddings"
 MTP: Final = "mtp.layers."
-"""What the names of layers that predict further tokens start with in Megatron-core."""
+"""Prefix of the layers that predict further tokens in Megatron-core."""
 
 
 class Tensor(NamedTuple):
@@ -40,11 +40,11 @@ class Model:
     copies: tuple[Tensor, ...]
     """Tied heads: a checkpoint may have them too, as copies."""
     numbers: Mapping[str, Sequence[int]]
-    """What placeholders stand for, where that is not all numbers from 0 on."""
+    """Placeholder -> its numbers, if these are not all from 0 on."""
 
     @property
     def layers_alike(self) -> bool:
-        """Whether layers may be stacked."""
+        """True if layers may be stacked."""
         return not {"dense", "moe"} & self.numbers.keys()
 
     def with_numbered_layers(self) -> "Model":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
-"""What a PartitionSpec of JAX has for one dim."""
+"""The entry of a JAX PartitionSpec for one dim."""
 
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
 """R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
@@ -152,8 +152,8 @@ def from_partition_spec(
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         if not all(isinstance(name, str) for name in axes):
             raise LossyConversionError(
-                f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim how it "
-                "is sharded"
+                f"entry {entry!r} of dim {dim} is neither an axis name, a tuple of names nor None; "
+                "a spec cannot leave a dim open"
             )
         by_dim[dim] = list(axes)
     return ShardingSpec(dims, by_dim, partial=dict.fromkeys(sorted(pending), "sum"))

@@ -188,9 +188,9 @@ class Space:
     list_index: Ints
     """(states, dims): which of `lists` shards each dim."""
     num_finished: int
-    """How many states (the first) have no pending reduction; permute and exchange join these."""
+    """Number of leading states without pending reduction; permute and exchange join these."""
     steps: dict[tuple[int, int], Step]
-    """By the indices of both ends."""
+    """(source state, target state) -> step."""
 
 
 @lru_cache(maxsize=4)

@@ -80,7 +80,7 @@ def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
-    """Which box of a global tensor each device of a mesh holds.
+    """The box of a global tensor that each device of a mesh has.
 
     Each split follows `torch.chunk` (ceil-sized blocks, then a short one, then empty ones), applied
     axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`. If a

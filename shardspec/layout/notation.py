@@ -32,7 +32,7 @@ Cut: TypeAlias = Mapping[str, object]
 
 
 class Notation(NamedTuple):
-    """What a text says."""
+    """The parsed text of a spec."""
 
     dims: list[Cut]
     pending: Mapping[Axis, ReduceOp]
@@ -65,7 +65,7 @@ class _Parser:
     def __init__(self, text: str, *, for_rule: bool) -> None:
         self._text = text
         self._start = self._end = 0
-        """Of the last word that was read, or of what is in its place."""
+        """Start and end of the last token."""
         self._pending: dict[Axis, ReduceOp] = {}
         self._for_rule = for_rule
         self._dims = 0

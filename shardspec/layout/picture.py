@@ -21,7 +21,7 @@ MAX_CELLS: Final = 4096
 """The most boxes of a picture; more could not be read, and would take long to draw."""
 
 _PIXELS: Final = 26
-"""Of an element in an SVG drawn to scale."""
+"""Pixels per element in an SVG drawn to scale."""
 _LINE: Final = 18
 _MARGIN: Final = 12
 _LETTER: Final = 7

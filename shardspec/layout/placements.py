@@ -40,7 +40,7 @@ Placement: TypeAlias = Split | ReduceOp | None
 
 
 def is_placements(given: object) -> bool:
-    """Whether this is a list, as of torch's placements; `LayoutError` for one outside a list."""
+    """Return True for a list, as of torch's placements; `LayoutError` for one outside a list."""
     types = sys.modules.get(_MODULE)
     if types is not None and isinstance(given, types.Placement):
         raise LayoutError(
@@ -173,9 +173,9 @@ def spec_of_placements(
         if len(split_factors) > 1:
             # torch distributes such tensors by one rule and gathers them by another.
             raise LossyConversionError(
-                f"axes {sorted(map(int, orders[dim]))} shard dim {dim} together with split factors "
-                f"{split_factors[::-1]}, which make parts; torch's own full_tensor() mixes such "
-                "shards up. Redistribute to Shard or Replicate over all of them but one first"
+                f"axes {sorted(map(int, orders[dim]))} shard dim {dim} with split factors "
+                f"{split_factors[::-1]}, which torch's full_tensor() mixes up; redistribute to "
+                "Shard or Replicate over all of them but one first"
             )
         cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], split_factors[0]))
     pending: dict[int | str, ReduceOp] = {

@@ -69,7 +69,7 @@ class Prices:
     kind: npt.NDArray[np.int8]
     """0 where a collective or slice is the cheapest, 1 for a permute, 2 for an exchange."""
     routed: bool
-    """Whether permute and exchange are priced; false where there are too many pairs."""
+    """True if permute and exchange are priced; False if there are too many pairs."""
     model: CostModel
 
     @cached_property

@@ -107,7 +107,7 @@ def longest(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size:
 
 
 class _Dim:
-    """How much of one tensor dim devices share, for every pair of lists of axes."""
+    """Overlaps of devices along one tensor dim, for every pair of lists of axes."""
 
     def __init__(
         self, mesh_shape: tuple[int, ...], rows: Ints, lists: Sequence[tuple[int, ...]], size: int

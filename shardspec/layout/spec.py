@@ -55,7 +55,7 @@ def _part(given: object) -> Part:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DimSpec:
-    """How one tensor dim is sharded: the mesh axes that split it, the major one first.
+    """The sharding of one tensor dim: the mesh axes that split it, the major one first.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class DimSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the axes alone describe the cut: there are no parts and no blocks."""
+        """True if the axes alone describe the cut: there are no parts and no blocks."""
         return not self.parts and self.block == 1
 
     def __str__(self) -> str:
@@ -281,7 +281,7 @@ class ShardingSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no dim has parts or blocks."""
+        """True if no dim has parts or blocks."""
         return all(cut.is_plain for cut in self.dim_specs)
 
     def check_plain(self, what: str) -> None:

@@ -50,7 +50,7 @@ class Job:
     notes: Any = None
     """The `shardspec.comm.notes.Notes` of the process."""
     connections: dict[int, Any] = field(default_factory=dict)
-    """What a transport keeps of its peers, by rank."""
+    """Rank -> data that a transport keeps for that peer."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
@@ -273,9 +273,9 @@ def check_ascending(mesh: _Mesh) -> None:
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
-                f"mesh {mesh} has the ids {members} along an axis, but torch numbers the ranks of "
-                "a group upwards, and mixes up shards there; use a mesh of ascending ids, where "
-                "redistribute(spec, device_mesh=) takes a tensor"
+                f"mesh {mesh} has the ids {members} along an axis, but torch numbers ranks upwards "
+                "and mixes up such shards; redistribute(spec, device_mesh=) to a mesh of ascending "
+                "ids"
             )
 
 

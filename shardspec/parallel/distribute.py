@@ -161,9 +161,9 @@ def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -
             isinstance(each, TorchDTensor | StandIn | DTensor) for each in tensors
         ):
             raise LayoutError(
-                "partition_fn has distributed no parameter; let it assign them, as in module.weight"
-                " = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])), or leave it "
-                "out to replicate all"
+                "partition_fn distributed no parameter; let it set module.weight = "
+                "nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])), or omit it to "
+                "replicate all"
             )
 
 

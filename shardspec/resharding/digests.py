@@ -73,7 +73,7 @@ class TensorDigest:
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the global tensor."""
     sums: tuple[int, ...] = (0,) * (LANES + 1)
     """Both lanes, and the cover."""
     seed: int = 0
@@ -160,7 +160,7 @@ class TensorDigest:
 
     @property
     def complete(self) -> bool:
-        """Whether every element was counted once."""
+        """True if every element was counted once."""
         return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
 
     def difference(self, other: "TensorDigest") -> str:

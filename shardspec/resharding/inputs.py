@@ -330,7 +330,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements lie in memory: not those of the meta device or of a freed storage."""
+    """Return True if all elements are in memory, not on the meta device or in a freed storage."""
     if not tensor.numel():
         return True
     if tensor.is_meta:
@@ -346,9 +346,9 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do.
+    """Return True if elements of a tensor share memory, as those of an expanded one do.
 
-    Strides of another kind than slices, steps and permutations make count as overlapping.
+    Strides that slicing, stepping and permuting cannot produce count as overlapping.
     """
     if not tensor.numel() or tensor.is_contiguous():
         return False
@@ -368,7 +368,7 @@ class Overlap(NamedTuple, Generic[K]):
     other: K
     both_written: bool
     same: bool
-    """Whether they are the same elements of the same memory."""
+    """True if they are the same elements of the same memory."""
 
 
 class _Span(NamedTuple, Generic[K]):
@@ -407,7 +407,7 @@ def memory_overlaps(
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two arrays whose spans overlap have a byte in common."""
+    """Return True if two arrays with overlapping spans have a byte in common."""
     if first.device != second.device:
         return False
     if first.is_contiguous() and second.is_contiguous():
@@ -497,7 +497,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Whether two ranks mean the same tensor, or copies of it."""
+    """Return True if the layouts of two ranks describe one tensor, or copies of it."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

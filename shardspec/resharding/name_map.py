@@ -71,7 +71,7 @@ from shardspec.resharding.views import (
 from shardspec.text import shown
 
 _MOST_BYTES: Final = 4 << 20
-"""Of a file of a map."""
+"""Maximum size of a map file."""
 _MOST_EQUATIONS: Final = 1 << 20
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 

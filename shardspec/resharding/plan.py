@@ -64,7 +64,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class ReshardPlan:
-    """How a state dict gets from its layouts to others; made by `plan_reshard`.
+    """The copies that bring a state dict to other layouts; made by `plan_reshard`.
 
     A plain value, the same on every rank that makes it: it holds no tensor, buffer or group, and
     can be printed, compared, pickled and run any number of times.
@@ -105,7 +105,7 @@ class ReshardPlan:
     links: Links | None = None
     """Links of the cluster; None for those of the meshes, or an assumed preset."""
     executor: Executor | None = None
-    """What carries the plan out; None for copies between devices alone."""
+    """Runs the plan; None if it only copies between devices."""
 
     @cached_property
     def digest(self) -> str:
@@ -124,6 +124,11 @@ class ReshardPlan:
         """Copies of boxes: the devices, and who sends what to whom in which stage."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
         return state_copies(*named, self.max_bytes, self.links)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ids of all devices, and numbers of the files of a checkpoint, ascending."""
+        return self.copies.devices
 
     @cached_property
     def sent(self) -> Mapping[int, int]:

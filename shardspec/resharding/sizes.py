@@ -1,4 +1,4 @@
-"""Sizes that a map names: numbers, expressions in other sizes, and what a model's config says."""
+"""Sizes that a map names: numbers, expressions in other sizes, and keys of a model's config."""
 
 import re
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 
 
 def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
-    """Return the sizes that can be worked out.
+    """Return the sizes that can be computed.
 
-    Raises LayoutError if an expression is none, too large, or needs itself.
+    Raises LayoutError if an expression is invalid, too large, or refers to itself.
     """
     numbers = {name: size for name, size in sizes.items() if isinstance(size, int)}
     needed = {name: _WORD.findall(size) for name, size in sizes.items() if isinstance(size, str)}
@@ -36,7 +36,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
 
 
 def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
-    """Return the size that has to be given for another to be known.
+    """Return the size to supply so that another can be computed.
 
     >>> unknown_root("r", {"r": "q + 2", "q": "heads // groups", "heads": 8})
     'groups'
@@ -70,13 +70,13 @@ def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
 
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config in which that of its language model comes first."""
+    """Return a config with the keys of its `text_config` on the top level, where they win."""
     inner = config.get("text_config")
     return {**config, **(inner if isinstance(inner, Mapping) else {})}
 
 
 def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
-    """Return the whole numbers of a model's config, of its ``text_config`` first; yes is 1.
+    """Return the integers of a config; those of its `text_config` win, and True counts as 1.
 
     >>> config_sizes({"model_type": "x", "text_config": {"hidden_size": 8}, "tie": False})
     {'tie': 0, 'hidden_size': 8}
@@ -86,7 +86,7 @@ def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...]) -> None:
-    """Raise LayoutError if a config is of a model that a map is not for."""
+    """Raise LayoutError if the model type of a config is not one that a map accepts."""
     types = (part.get("model_type") for part in (config, text_config(config)))
     given = [model_type for model_type in types if isinstance(model_type, str)]
     if model_types and given and not set(given) & set(model_types):

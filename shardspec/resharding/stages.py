@@ -80,7 +80,7 @@ class TensorMove:
     source: Layout
     target: Layout
     view: View | None = None
-    """Which elements of the source are which of the target; by default all, at the same indices."""
+    """The elements of the source and of the target that correspond; by default equal indices."""
 
     @property
     def wire_dtype(self) -> str:

@@ -43,7 +43,7 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
-    """Whether a list holds a tensor or a mapping, at any depth."""
+    """Return True if a list contains a tensor or a mapping, at any depth."""
     return depth <= MAX_DEPTH and any(
         _holds_more(item, depth + 1)
         if isinstance(item, list | tuple)
@@ -53,7 +53,7 @@ def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor of any kind, or the layout of one."""
+    """Return True for a tensor of any kind, and for the layout of one."""
     if isinstance(value, Layout):
         return True
     if "torch" not in sys.modules:  # then nobody has made one
@@ -146,7 +146,7 @@ def plain_key(value: object) -> Hashable:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a plain one: `plain_key` makes a key of it.
+    """Return True for a plain value: `plain_key` makes a key of it.
 
     >>> is_plain([{"lr": 0.1, "betas": (0.9, 0.99)}]), is_plain([object()])
     (True, False)
@@ -194,7 +194,7 @@ def required_layout(name: str, value: object) -> Layout:
 
 @lru_cache(maxsize=4096)
 def same_shards(ours: Layout, theirs: Layout) -> bool:
-    """Whether every device holds the same part of the same tensor under both, nothing pending.
+    """Return True if every device has the same box under both layouts, with nothing pending.
 
     >>> from shardspec import DeviceMesh
     >>> flat = Layout(DeviceMesh(range(4)), "[S0]", (8,), "f32")

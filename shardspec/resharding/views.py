@@ -26,7 +26,7 @@ from shardspec.text import shown
 MAX_SIZE: Final = 2**63 - 1
 """Elements of a tensor, and so the largest size."""
 MOST_PIECES: Final = 2**20
-"""Of a tensor, each an interval of a file at even steps."""
+"""Maximum pieces of a tensor, each an interval of a file at even steps."""
 
 
 class Factor(NamedTuple):

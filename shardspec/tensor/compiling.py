@@ -17,8 +17,8 @@ _REASON: Final = (
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Let `torch.compile` break its graph at a function, and refuse it under ``fullgraph=True``.
 
-    It could trace a part of one, and by what a rank happens to have done before, another part on
-    another rank.
+    Otherwise it might trace only a part of the function, and a different part on each rank,
+    depending on what ran there before.
     """
     disabled: list[Callable[P, T]] = []
 

@@ -54,7 +54,7 @@ _BY_WIDTH: Final = {**_INTS, 16: torch.complex128}
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
-"""By place, the address, span and strides of a shard, in bytes."""
+"""Place -> address, span and strides of a shard, in bytes."""
 
 
 class Region(NamedTuple):

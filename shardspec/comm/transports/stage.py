@@ -34,7 +34,7 @@ class Wave(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What one device sends and receives in one go; stages follow each other without overlap."""
+    """Transfers of one device that run together; stages follow each other without overlap."""
 
     name: str
     """The step or plan, for errors."""
@@ -52,9 +52,9 @@ class Stage:
     waves: Callable[[int | None], Iterable[Wave]]
     """Returns the waves, given the most bytes in buffers; for None a single wave of whole boxes."""
     one_by_one: bool = False
-    """Whether a wave must end before the next is requested, because results are combined then."""
+    """True if a wave must end before the next is requested, because results are combined then."""
     is_combined: bool = False
-    """Whether waves bring addends, which land in buffers."""
+    """True if waves bring addends, which are received in buffers."""
 
     def failed(self, why: object) -> CommunicatorError:
         """Return the error for a stage that failed, with its peers."""

@@ -61,7 +61,7 @@ _MAY_RETURN_ARGUMENT: Final = ("to", "type_as", "contiguous", "bool", "float", "
 _LOSSES: Final = frozenset({torch.ops.aten._log_softmax.default})
 """Operations that torch computes otherwise in its `loss_parallel`."""
 _KEYS: Final = (int, slice, type(None), type(...))
-"""What may index a DTensor of torch."""
+"""Types that may index a DTensor of torch."""
 
 
 def apply(

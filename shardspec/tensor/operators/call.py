@@ -46,7 +46,7 @@ class Call:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether autograd records the call."""
+        """True if autograd records the call."""
         return torch.is_grad_enabled() and any(
             leaf.requires_grad
             for leaf in self.leaves
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def may_write(self) -> bool:
-        """Whether the function may write to an argument: by its name, or because a flag is True."""
+        """True if the function may write to an argument, by its name or because a flag is True."""
         return (
             self.names.writes
             or any(leaf is True for leaf in self.leaves)

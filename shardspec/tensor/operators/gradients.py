@@ -67,7 +67,7 @@ class Differentiable(TensorLike):
 
     @property
     def retains_grad(self) -> bool:
-        """Whether the gradient is retained although this is not a leaf."""
+        """True if the gradient is retained although this is not a leaf."""
         return any(node.retains_grad for node in self._nodes())
 
     def retain_grad(self) -> None:

@@ -103,7 +103,7 @@ class Named:
     plain: str
     """The name of the function that computes the same from operands in order, out of place."""
     writes: bool
-    """Whether it writes to its first argument."""
+    """True if it writes to its first argument."""
 
 
 @lru_cache(maxsize=4096)
@@ -125,13 +125,13 @@ class LayoutFacts:
     pending: frozenset[str]
     """The kinds of pending reductions."""
     is_whole: bool
-    """Whether each device has all elements."""
+    """True if each device has all elements."""
     is_even: bool
-    """Whether all shards have the same shape, with elements, and axes ascend along each dim."""
+    """True if all shards have one nonempty shape, and axes ascend along each dim."""
     is_cut_once: bool
-    """Whether no dim is sharded by two axes."""
+    """True if no dim is sharded by two axes."""
     in_torch: bool
-    """Whether torch's DTensor can express it."""
+    """True if torch's DTensor can express it."""
 
 
 @lru_cache(maxsize=4096)
@@ -168,6 +168,8 @@ def torch_is_right(plain: str, layouts: tuple[Layout, ...]) -> bool:
         pending and not (plain in LINEAR_VIEWS and len(pending) == 1 and pending <= {"sum", "avg"})
     ):
         return False
+    if plain == "linear" and len(layouts[0].global_shape) == 1:
+        return False  # torch gives the result of a vector a dim too many
     if plain in POINTWISE and not pending:
         return all(each.is_cut_once or each.is_even for each in facts)
     return plain in EVEN and all(

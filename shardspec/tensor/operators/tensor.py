@@ -62,9 +62,9 @@ class PartOf:
     version: tuple[int, ...]
     """The base's version."""
     is_tracked: bool
-    """Whether gradients were tracked for the base."""
+    """True if gradients were tracked for the base."""
     is_copy: bool
-    """Whether the view was gathered, so that its shards are not in the base's memory."""
+    """True if the view was gathered, so that its shards are not in the base's memory."""
 
 
 class TensorLike(Base):  # type: ignore[misc]
@@ -82,9 +82,9 @@ class TensorLike(Base):  # type: ignore[misc]
     _part_of: PartOf | None
     """The tensor that this is a view of; None if it is no view."""
     _is_given: bool
-    """Whether the caller gave the shards, so that the tensor is no leaf even if they are."""
+    """True if the caller passed the shards, so that the tensor is no leaf even if they are."""
     _writes: int
-    """How often functions have written to it."""
+    """Number of times that functions have written to it."""
     _shards: dict[int, torch.Tensor] | str | None
     """The shards of this process; None until they are needed; an error text if unusable."""
     _torch: "TorchDTensor | None"
@@ -175,7 +175,7 @@ class TensorLike(Base):  # type: ignore[misc]
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are tracked for the shards."""
+        """True if gradients are tracked for the shards."""
         if self._shards is None and self._torch is not None:
             return self._torch.requires_grad
         return any(node.requires_grad for node in self._nodes())
@@ -192,7 +192,7 @@ class TensorLike(Base):  # type: ignore[misc]
 
     @property
     def is_leaf(self) -> bool:
-        """Whether gradients are collected here, or none are tracked."""
+        """True if gradients are collected here, or none are tracked."""
         return all(node.is_leaf for node in self._nodes())
 
     @property
@@ -202,11 +202,11 @@ class TensorLike(Base):  # type: ignore[misc]
 
     @property
     def output_nr(self) -> int:
-        """Which result of ``grad_fn`` this is."""
+        """Index of this tensor among the results of ``grad_fn``."""
         return next((node.output_nr for node in self._nodes()), 0)
 
     def _is_leaf_with_gradient(self) -> bool:
-        """Whether gradients are collected at its own shards."""
+        """Return True if gradients are collected at its own shards."""
         return self.requires_grad and self.is_leaf and not self._is_given
 
     def _mark_unusable(self, why: str) -> None:
@@ -262,7 +262,7 @@ class TensorLike(Base):  # type: ignore[misc]
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this process simulates the mesh: it holds all shards outside a job."""
+        """True if this process simulates the mesh: it has all shards, outside a job."""
         devices = self.communicator.addressable
         return devices == self.layout.mesh.ids and not (
             dist.is_initialized() and devices == (dist.get_rank(),)
