@@ -1,4 +1,4 @@
-"""A cluster: its links inside and between hosts, and which device ids share a host."""
+"""A cluster: its links inside and between hosts, and the device ids of each host."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -18,7 +18,7 @@ from shardspec.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The links of a cluster, and how many devices share a host, counted by ids.
+    """The links of a cluster, and the number of devices per host, counted by ids.
 
     Parameters
     ----------

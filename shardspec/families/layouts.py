@@ -109,7 +109,7 @@ def model_layouts(
     device_mesh: DeviceMesh | None = None,
     dtype: object = "bfloat16",
 ) -> ModelLayouts:
-    """Return how each tensor of a model is sharded by a trainer or an engine.
+    """Return the layout of each tensor of a model under a trainer or an engine.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class _Sharded:
         self._ids = list(ids)
 
     def _replicas(self, mesh: DeviceMesh | None) -> int:
-        """Return how many data parallel replicas there are."""
+        """Return the number of data parallel replicas."""
         kind, dp = self._parsed.kind, self._parsed.sizes.get("dp")
         if dp is None and mesh is not None:
             axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
@@ -280,7 +280,7 @@ class _Sharded:
     def _spec(
         self, target: _Target, dims: Sequence[Sequence[str]], shape: tuple[int, ...]
     ) -> ShardingSpec:
-        """Return how a tensor is cut in Megatron-core or vLLM."""
+        """Return the spec of a tensor in Megatron-core or vLLM."""
         cut, count = target.rows[0][1], len(shape)
         expert, vllm = self._is_expert(target, dims), self._parsed.kind == "vllm"
         axes: tuple[str, ...] = ("tp",)

@@ -145,7 +145,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors that a source may have and that go nowhere."""
+    """Return the tensors that a source may have and that no rule uses."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]

@@ -1,4 +1,4 @@
-"""The tensors of one model: a family's rows, with the sizes of a config, for all layers at once."""
+"""The tensors of one model: a family's rows with the sizes of a config, for all layers at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Exchanges between layouts, also on two meshes: what they cost and move, and where to cross over.
+"""Exchanges between layouts, also on two meshes: their costs and copies, and where to cross over.
 
 An exchange treats the devices of both meshes as a single mesh: devices outside the source's mesh
 hold nothing before, and devices outside the target's mesh want nothing after. It may connect any

@@ -1,4 +1,4 @@
-"""Draws which devices hold which part of a tensor, as text, SVG and HTML."""
+"""Draws the parts of a tensor with their devices, as text, SVG and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb

@@ -124,7 +124,7 @@ class Prices:
 
 
 def states_of(tensor: Layout) -> int:
-    """Return how many specs a conversion of a tensor can pass through."""
+    """Return the number of specs that a conversion of a tensor can pass through."""
     return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 

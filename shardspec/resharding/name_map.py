@@ -1,4 +1,4 @@
-"""Name maps: which tensors of one model are which of another, as equations between views.
+"""Name maps: the tensors of one model in terms of another's, as equations between views.
 
 A map is read from TOML. Names may have placeholders for numbers, views are those of
 `shardspec.resharding.views`::
@@ -314,12 +314,12 @@ def target_shapes(
 
 
 def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return which parts of the target are zero."""
+    """Return the parts of the target that are zero."""
     return _sides(map_, map_.zeros, target)
 
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return which parts of the source go nowhere, on purpose."""
+    """Return the parts of the source that go nowhere, on purpose."""
     return _sides(map_, map_.unused, source)
 
 
@@ -373,7 +373,7 @@ def _view(
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
-    """Say what is wrong with views in the words of a config, and what it does not say."""
+    """Return the problem with some views in the words of a config, and the keys that it lacks."""
     sizes = known_sizes(map_.sizes)
     words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
     unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)

@@ -56,7 +56,7 @@ class Executor(Protocol):
         """Carry a plan out; see `ReshardPlan.run`."""
 
     def regions(self, plan: "ReshardPlan") -> Mapping[str, Sequence[FileRegion]]:
-        """Return where tensors of the source lie in files.
+        """Return the places of the source's tensors in files.
 
         Raises LayoutError if no copy of bytes makes those of the target.
         """
@@ -181,7 +181,7 @@ class ReshardPlan:
         return self.copies.cost_seconds
 
     def as_dict(self) -> dict[str, object]:
-        """Return what the plan says as plain values, ready for JSON."""
+        """Return the plan as plain values, ready for JSON."""
         return {
             "tensors": len(self.moves),
             "devices": list(self.copies.devices),
@@ -201,7 +201,7 @@ class ReshardPlan:
         return f"ReshardPlan({tensors} on {counted(len(self.copies.devices), 'device')})"
 
     def __str__(self) -> str:
-        """Return the plan as a table, and what is done beside copies."""
+        """Return the plan as a table, and the work besides copies."""
         text = text_of(self, {})
         return text if self.executor is None else f"{text}\n{self.executor}"
 
@@ -362,7 +362,7 @@ def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
 
 
 def _facts(layout: Layout) -> tuple[object, ...]:
-    """Return what of a layout plans depend on."""
+    """Return the properties of a layout on which plans depend."""
     stored = layout.stored if isinstance(layout, StoredLayout) else ()
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model

@@ -1,7 +1,7 @@
 """A reshard plan as rows of strided copies between flat shards, for any transport.
 
-Whoever reads rows needs nothing of the planner: `docs/transfers.md` says what the fields mean, with
-a player of some forty lines.
+Rows can be used without the planner: `docs/transfers.md` explains the fields, with a player of some
+forty lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
