@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.sources import FILES, nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 MAX_WORDS = 80
 # First words that say nothing about the thing; a noun or a verb does.
 OF_MODULES = re.compile(r"(Which|What|How|Whether|All)\b")
