@@ -56,7 +56,7 @@ def item_bytes(name: str) -> int:
 
 
 def bits_type(width: int) -> str:
-    """Return a numpy type that keeps any bits of elements of so many bytes."""
+    """Return a numpy type for the raw bits of elements of this many bytes."""
     return "c16" if width == item_bytes("complex128") else f"u{width}"
 
 

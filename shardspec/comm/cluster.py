@@ -30,7 +30,7 @@ class Cluster:
         Devices of a host: ids 0 to ``per_node - 1`` share one, and so on. None if all devices
         share one, or if `hosts` has them.
     hosts
-        The ids of each host, where their order does not tell; each other device is alone.
+        The ids of each host, if not in order; every other device is a host by itself.
     copy_s
         Seconds in which a device reads and writes a byte of its memory; 0 leaves copies out.
 

@@ -127,7 +127,7 @@ class Notes:
             self._send_refused()
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks, all of which call this; return theirs by rank.
+        """Exchange notes with some ranks and return theirs by rank; all of them call this.
 
         Stops at the first note that is not like this rank's. Raises `CommunicatorError` if a rank
         does not answer within the timeout.

@@ -37,7 +37,7 @@ _PLACES: Final[Mapping[str, NamesOf]] = {
 }
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
 _ROUND_UP: Final = 64
-"""Engines pad a vocabulary to a multiple of so many rows."""
+"""Engines pad a vocabulary to a multiple of this many rows."""
 
 
 class ParsedLayout(NamedTuple):
@@ -316,7 +316,7 @@ class _Sharded:
         shape: tuple[int, ...],
         size: int,
     ) -> tuple[Part, ...]:
-        """Return the pieces of a dim that are cut alone; none if it is one piece."""
+        """Return the pieces of a dim that are cut separately; none if it is one piece."""
         first, *rest = dims[dim]
         width = prod(self._known[name] for name in rest)
         by = "etp" if self._parsed.kind == "megatron" and size == self._etp != self._tp else "tp"
@@ -355,7 +355,7 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of the first of the tensors that a target stands for."""
+        """Return the name of the first tensor of a target."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:

@@ -91,7 +91,7 @@ class Model:
 def model_of(family: Family, config: Mapping[str, object]) -> Model:
     """Return the tensors of a model by its config.
 
-    Keys that the config leaves out have the defaults of transformers' class.
+    Keys that the config lacks have the defaults of transformers' class.
 
     Raises
     ------

@@ -44,7 +44,7 @@ Boxes: TypeAlias = Mapping[int, Box]
 _MAX_DEVICES: Final = 1 << 14
 """The most devices among which exchanges are planned."""
 _MAX_PIECES: Final = 500_000
-"""The most pieces of one exchange; listing so many takes seconds."""
+"""The most pieces of one exchange; listing them takes seconds."""
 _MAX_WORK: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
 _MAX_INTERVALS: Final = 5e6

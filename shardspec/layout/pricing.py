@@ -59,7 +59,7 @@ class Prices:
     """The cheapest single move between all specs of a space."""
 
     space: Space
-    """The states that rows and columns stand for."""
+    """The states of rows and columns."""
     steps: dict[tuple[int, int], Step]
     """The collectives and slices."""
     local_bytes: Floats

@@ -115,7 +115,7 @@ class NameMap:
     model_types: tuple[str, ...] = ()
     """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Numbers that placeholders stand for, if not all from 0 on."""
+    """Placeholder -> its numbers, if not all from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -182,7 +182,7 @@ class Naming(ABC):
         where
             The source, for errors.
         behind
-            Names of tensors that the source has too, and that stay behind.
+            Names of tensors that the source also has, and that are dropped.
 
         Raises
         ------
@@ -338,7 +338,7 @@ def _sides(
 def _bindings(
     map_: NameMap, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
 ) -> dict[str, Binding]:
-    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    """Return, per name that a pattern matches, the numbers of its placeholders."""
     if "{" not in pattern:
         return {pattern: {}} if pattern in names else {}
     check_pattern(pattern)

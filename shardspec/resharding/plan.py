@@ -99,7 +99,7 @@ class ReshardPlan:
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
     dropped: tuple[str, ...] = ()
-    """Tensors of the source that are left behind."""
+    """Tensors of the source that are dropped."""
     quantized: tuple[str, ...] = ()
     """Tensors of the target that become codes and scales where they arrive."""
     links: Links | None = None
@@ -298,7 +298,7 @@ class ReshardPlan:
             What the device is to receive, to send, or all of it. What it has already, and copies
             from itself, is among each of them.
         strides
-            How shards lie in memory where they are not row-major without gaps: under ``"source"``
+            Memory layout of shards that are not row-major without gaps: under ``"source"``
             and ``"target"``, by the name of the tensor there, bytes from one element to the next
             per dim; or these by device.
 
@@ -381,7 +381,7 @@ def plan_state(
 ) -> ReshardPlan:
     """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
 
-    `dropped` are tensors that a map before this one has left behind.
+    `dropped` are tensors that an earlier map has dropped.
     """
     given = flat_state(source)
     before = _stated(given)

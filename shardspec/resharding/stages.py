@@ -583,7 +583,7 @@ def region_of(
     *,
     of_source: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return where a box lies in the shard of a device that has these strides.
+    """Return the place of a box in the shard of a device that has these strides.
 
     That is its shape, and in the unit of the strides its own strides, and its offset.
     """

@@ -92,7 +92,7 @@ def check_map(
     source, target
         Name to global shape.
     drop
-        Shell patterns of names of the source that are left behind.
+        Shell patterns of names of the source to drop.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class Mapped(NamedTuple):
     shapes: dict[str, Shape]
     """Target shapes by name."""
     dropped: dict[str, Shape]
-    """Tensors of the target that are left behind, since all that would make them was."""
+    """Tensors of the target that are missing because all their sources are dropped."""
     report: MapReport
 
 
@@ -290,14 +290,14 @@ def _missing(
     sizes: Mapping[str, int | str],
     numbers: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[str]:
-    """Yield what is missing or too much, a line per rule.
+    """Yield the missing and the surplus tensors, a line per rule.
 
     Parameters
     ----------
     rules
         What is looked for, and what the source has.
     as_numbers, sizes
-        Sizes as numbers, and as they are given; ``{i}`` is how many numbers `i` stands for.
+        Sizes as numbers, and as they are given; ``{i}`` is the count of numbers of `i`.
     numbers
         Which ones, where these are not all from 0 on.
     """
