@@ -69,6 +69,7 @@ PRODUCTS = [
     _of("addmm", torch.addmm, (3,), (7, 5), (5, 3)),
     _of("linear", F.linear, (7, 6), (4, 6)),
     _of("linear with bias", F.linear, (7, 6), (4, 6), (4,)),
+    _of("linear of a vector", F.linear, (6,), (4, 6)),
     _of("linear of batches", F.linear, (2, 4, 6), (4, 6), layouts=BATCHES),
     _of(
         "einsum",

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43722, 197),
+    "shardspec": (43724, 197),
     "shardspec/checkpoint": (18131, 73),
     "shardspec/cli": (3394, 15),
     "shardspec/comm": (4110, 23),
@@ -21,8 +21,8 @@ BUDGET = {
     "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4536, 14),
-    "shardspec/tensor": (3293, 16),
-    "tests": (55364, 346),  # 102 lines hold the rules of plain English
+    "shardspec/tensor": (3295, 16),
+    "tests": (55363, 346),  # 100 lines hold the rules of plain English
 }
 
 

@@ -168,6 +168,8 @@ def torch_is_right(plain: str, layouts: tuple[Layout, ...]) -> bool:
         pending and not (plain in LINEAR_VIEWS and len(pending) == 1 and pending <= {"sum", "avg"})
     ):
         return False
+    if plain == "linear" and len(layouts[0].global_shape) == 1:
+        return False  # torch gives the result of a vector a dim too many
     if plain in POINTWISE and not pending:
         return all(each.is_cut_once or each.is_even for each in facts)
     return plain in EVEN and all(
