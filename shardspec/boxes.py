@@ -1,4 +1,4 @@
-"""Boxes: which part of a global tensor something holds, and arithmetic on them.
+"""Boxes, the parts of a global tensor that devices or files have, and arithmetic on them.
 
 A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar is ``()``. A box
 with ``lo == hi`` in some dim is empty.
@@ -27,7 +27,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_size(box: Box) -> int:
-    """Return how many elements a box holds."""
+    """Return the number of elements of a box."""
     size = 1
     for lo, hi in box:
         size *= hi - lo

@@ -56,7 +56,7 @@ def item_bytes(name: str) -> int:
 
 
 def bits_type(width: int) -> str:
-    """Return a numpy type that keeps any bits of elements of so many bytes."""
+    """Return a numpy type for the raw bits of elements of this many bytes."""
     return "c16" if width == item_bytes("complex128") else f"u{width}"
 
 
@@ -66,7 +66,7 @@ def is_floating(name: str) -> bool:
 
 
 def packed(name: str) -> int:
-    """Return how many numbers one element holds, as torch counts elements."""
+    """Return the numbers in one element, as torch counts elements."""
     return 2 if name == "float4_e2m1fn_x2" else 1
 
 
@@ -96,10 +96,10 @@ def keeps_dtype(name: str) -> bool:
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether a cast to `target` changes a tensor: if it has floating point numbers.
+    """Return True if a cast to `target` changes a tensor: one of floating point numbers.
 
-    Complex numbers, and those of four bits, which belong with scales of their own, stay as they
-    are.
+    Complex numbers stay as they are, and so do 4-bit numbers, which have scales of their
+    own.
     """
     apart = source.startswith("complex") or packed(source) > 1
     return source != target and is_floating(source) and not apart

@@ -42,7 +42,7 @@ checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metav
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What a user states about a checkpoint whose format does not record it."""
+    """The facts that a user gives about a checkpoint whose format does not record them."""
 
     ranks: int | None
     source_rules: Path | None
@@ -174,7 +174,7 @@ def read_rules(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MapOptions:
-    """How the tensors of a checkpoint are renamed and reshaped: by a map, or by a model."""
+    """The map or the model by which the tensors of a checkpoint are renamed and reshaped."""
 
     map: Path | None
     drop: tuple[str, ...]

@@ -37,7 +37,7 @@ class Option:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `click.Option`."""
     words: tuple[str, ...] = ()
-    """How the option is typed, if not ``--name``."""
+    """The option as typed, if not ``--name``."""
 
     def __call__(self, run: Run) -> Run:
         """Add the option to a command."""

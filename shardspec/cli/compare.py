@@ -297,7 +297,7 @@ def _row(difference: Difference, a: AnyOutline, b: AnyOutline) -> list[str]:
 
 
 class _Change(NamedTuple):
-    """How much a group of tensors differs."""
+    """The difference of a group of tensors."""
 
     tensors: int
     differing: int

@@ -1,4 +1,4 @@
-"""A cluster: its links inside and between hosts, and which device ids share a host."""
+"""A cluster: its links inside and between hosts, and the device ids of each host."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -18,7 +18,7 @@ from shardspec.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The links of a cluster, and how many devices share a host, counted by ids.
+    """The links of a cluster, and the number of devices per host, counted by ids.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Cluster:
         Devices of a host: ids 0 to ``per_node - 1`` share one, and so on. None if all devices
         share one, or if `hosts` has them.
     hosts
-        The ids of each host, where their order does not tell; each other device is alone.
+        The ids of each host, if not in order; every other device is a host by itself.
     copy_s
         Seconds in which a device reads and writes a byte of its memory; 0 leaves copies out.
 

@@ -1,4 +1,4 @@
-"""Several processes that do one thing: all of them go on, or all raise the same error."""
+"""Consensus of several processes: all of them go on, or all raise the same error."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -26,7 +26,7 @@ class Failure(NamedTuple):
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
-    """Do something in every process of the mesh, and go on only if it worked in all of them.
+    """Run `act` in every process of the mesh, and go on only if it worked in all of them.
 
     `act` must not communicate. If it fails anywhere, every rank raises CheckpointError, which names
     the first such rank, or OutputExistsError if that was one. A process outside acts for itself.

@@ -199,7 +199,7 @@ class CostModel:
         return links[0] if least <= num_bytes * whole(kind, curve.devices) <= most else None
 
     def group(self, axes: Iterable[int]) -> tuple[int, int]:
-        """Return how many nodes a group along some axes spans, and its devices in each node."""
+        """Return the number of nodes that a group along axes spans, and its devices per node."""
         inside, across = self._tiers(self._long(axes))
         return prod(n for _, n in across), prod(n for _, n in inside)
 
@@ -401,7 +401,7 @@ def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
 
 
 def accuracy_text(links: Iterable[Link]) -> str:
-    """Return how far prices by the curves of some links are off, as text."""
+    """Return the error of prices by the curves of some links, as text."""
     return "; ".join(
         sorted(
             f"{link.name.removeprefix(presets.ASSUMED)} is {link.error[0] * 100:.0f} % off at the "
@@ -424,7 +424,7 @@ def models_on(
 
 
 def cluster_of(meshes: Sequence[DeviceMesh], links: Links | None = None) -> Cluster:
-    """Return the cluster of some meshes: which links, and which of their devices share a host.
+    """Return the cluster of some meshes: their links, and the devices of each host.
 
     >>> cluster = cluster_of([DeviceMesh(range(8)), DeviceMesh(range(8, 16))])
     >>> cluster.crosses(0, 7), cluster.crosses(7, 8), cluster.per_node

@@ -222,7 +222,7 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return how many times a device copies its shard to pack and unpack in a collective."""
+    """Return the number of copies of its shard that a device makes in a collective."""
     match step:
         case AllGather(dim):
             return devices if dim else 0

@@ -127,7 +127,7 @@ class Notes:
             self._send_refused()
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks, all of which call this; return theirs by rank.
+        """Exchange notes with some ranks and return theirs by rank; all of them call this.
 
         Stops at the first note that is not like this rank's. Raises `CommunicatorError` if a rank
         does not answer within the timeout.
@@ -224,13 +224,13 @@ class Notes:
         return Note.unpack(buffer.numpy().tobytes())
 
     def _speak(self, text: str, *, failed: bool = False) -> None:
-        """Write to the store what other ranks quote if they wait in vain."""
+        """Write this rank's state to the store; other ranks quote it if they wait in vain."""
         with suppress(RuntimeError):  # its server may have ended
             job_store().set(f"shardspec/{self.rank}", json.dumps([failed, text]))
             self._has_spoken = True
 
     def _forget(self) -> None:
-        """Take back what was written to the store: ranks have agreed since."""
+        """Clear this rank's entry in the store, since ranks have agreed."""
         if self._has_spoken:
             self._has_spoken = False
             with suppress(RuntimeError):
@@ -261,7 +261,7 @@ class Notes:
         return on_all_ranks(CommunicatorError(f"{text}{heard}; {ORDER_RULE}"))
 
     def _give_up(self, error: str, peers: Iterable[int], words: str = "") -> str:
-        """Let this rank convert nothing more; return what others have said, to be quoted."""
+        """Stop this rank from converting; return the errors of others, to be quoted."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
         end, said = time.monotonic() + _PATIENCE_S, dict[int, str]()

@@ -15,7 +15,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 _LARGE_BYTES: Final = 4 << 20
-"""The least bytes in which a 2 MiB page fits wherever the tensor starts."""
+"""The smallest size of a tensor that contains a 2 MiB page at any start address."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Sums of short floats are kept in a wider type and rounded once."""
 _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {

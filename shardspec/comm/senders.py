@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     box: Box
     """In coordinates of the global tensor, or of a view of it."""
     holders: Holders
-    """All holders of the box; the sender alone once it is chosen."""
+    """All holders of the box; only the sender once it is chosen."""
     receiver: int
     places: Sequence[int] = (0,)
     """Numbers of the tensors."""
@@ -254,7 +254,7 @@ class Senders:
     def split(
         self, holders: Holders, box: Box, start: int, num_bytes: int
     ) -> list[tuple[int, Box]]:
-        """Return the senders of a box, which is cut by rows if it lies in several stretches."""
+        """Return the senders of a box, cut by rows if it is in several stretches."""
         given = self.stretches(holders, start, num_bytes)
         sides = box_shape(box)
         longest = max(sides, default=1)

@@ -1,1 +1,1 @@
-"""A page to explore conversions in: every plan of some meshes, to be looked at step by step."""
+"""A page for exploring conversions: every plan of some meshes, step by step."""

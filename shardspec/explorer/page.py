@@ -36,7 +36,7 @@ MAX_PAGE_DEVICES: Final = 32
 MAX_PAGE_DIMS: Final = 3
 """The most dims that can be drawn."""
 MAX_CONVERSIONS: Final = 50_000
-"""The most conversions of a page; planning so many takes about a minute."""
+"""The most conversions of a page; planning them takes about a minute."""
 MAX_PAGE_BYTES: Final = 16 * 2**20
 """The largest page; browsers open it at once."""
 _PLANS: Final = 4

@@ -1,1 +1,1 @@
-"""Model families: one TOML each says its tensors, from which maps and layouts follow."""
+"""Model families: one TOML each lists the tensors; maps and layouts follow from it."""

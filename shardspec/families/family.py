@@ -48,7 +48,7 @@ class Row(NamedTuple):
     cut: Mapping[str, str]
     """Place -> the way in which it is sharded, one of `CUTS`."""
     places: Mapping[str, Side | None]
-    """Where it lies under other names; None where it has no place."""
+    """Place -> its side there; None if it has no place."""
     when: tuple[str, ...] = ()
     """Sizes that are not 0 where it exists; after ``not``, that are 0."""
     layers: str = ""
@@ -76,7 +76,7 @@ class Family(NamedTuple):
     sizes: Mapping[str, str]
     """Sizes in words of the config, or of other sizes; also of keys that a config has as null."""
     defaults: Mapping[str, str]
-    """Values of transformers' class for keys that a config leaves out."""
+    """Values of transformers' class for keys that a config lacks."""
     refused: Mapping[str, str]
     """Place, or ``all`` -> the reason why no map leads to or from it."""
 

@@ -37,7 +37,7 @@ _PLACES: Final[Mapping[str, NamesOf]] = {
 }
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
 _ROUND_UP: Final = 64
-"""Engines pad a vocabulary to a multiple of so many rows."""
+"""Engines pad a vocabulary to a multiple of this many rows."""
 
 
 class ParsedLayout(NamedTuple):
@@ -109,7 +109,7 @@ def model_layouts(
     device_mesh: DeviceMesh | None = None,
     dtype: object = "bfloat16",
 ) -> ModelLayouts:
-    """Return how each tensor of a model is sharded by a trainer or an engine.
+    """Return the layout of each tensor of a model under a trainer or an engine.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class _Sharded:
         self._ids = list(ids)
 
     def _replicas(self, mesh: DeviceMesh | None) -> int:
-        """Return how many data parallel replicas there are."""
+        """Return the number of data parallel replicas."""
         kind, dp = self._parsed.kind, self._parsed.sizes.get("dp")
         if dp is None and mesh is not None:
             axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
@@ -280,7 +280,7 @@ class _Sharded:
     def _spec(
         self, target: _Target, dims: Sequence[Sequence[str]], shape: tuple[int, ...]
     ) -> ShardingSpec:
-        """Return how a tensor is cut in Megatron-core or vLLM."""
+        """Return the spec of a tensor in Megatron-core or vLLM."""
         cut, count = target.rows[0][1], len(shape)
         expert, vllm = self._is_expert(target, dims), self._parsed.kind == "vllm"
         axes: tuple[str, ...] = ("tp",)
@@ -316,7 +316,7 @@ class _Sharded:
         shape: tuple[int, ...],
         size: int,
     ) -> tuple[Part, ...]:
-        """Return the pieces of a dim that are cut alone; none if it is one piece."""
+        """Return the pieces of a dim that are cut separately; none if it is one piece."""
         first, *rest = dims[dim]
         width = prod(self._known[name] for name in rest)
         by = "etp" if self._parsed.kind == "megatron" and size == self._etp != self._tp else "tp"
@@ -355,7 +355,7 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of the first of the tensors that a target stands for."""
+        """Return the name of the first tensor of a target."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:

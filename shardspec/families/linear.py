@@ -1,4 +1,4 @@
-"""Selects the weights of linear layers, which low precision is for."""
+"""Selects the weights of linear layers, the only ones to quantize."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -145,7 +145,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors that a source may have and that go nowhere."""
+    """Return the tensors that a source may have and that no rule uses."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -239,7 +239,7 @@ def _placed(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield the tensors of Megatron-core, and where else each may lie: a side for one of its own.
+    """Yield the tensors of Megatron-core, and other places of each: a side for one of its own.
 
     The first is where `torch_dist` has it: stacked with those of all layers, if these are alike,
     and with all experts.

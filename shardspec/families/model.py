@@ -1,4 +1,4 @@
-"""The tensors of one model: a family's rows, with the sizes of a config, for all layers at once."""
+"""The tensors of one model: a family's rows with the sizes of a config, for all layers at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +91,7 @@ class Model:
 def model_of(family: Family, config: Mapping[str, object]) -> Model:
     """Return the tensors of a model by its config.
 
-    Keys that the config leaves out have the defaults of transformers' class.
+    Keys that the config lacks have the defaults of transformers' class.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Rules by which ranks of Megatron and Meta cut the tensors in files of their own."""
+"""Tensor-parallel rules for the rank files of Megatron and Meta."""
 
 from functools import lru_cache
 from typing import Final

@@ -1,4 +1,4 @@
-"""Recognizes the names of a checkpoint's tensors by a model's family, whatever surrounds them."""
+"""Recognizes the names of a checkpoint's tensors by a model's family, with any prefix or suffix."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping

@@ -1,1 +1,1 @@
-"""Specs in the notations of other libraries, and back; what cannot be expressed is refused."""
+"""Specs in the notations of other libraries, and back; specs without a counterpart are refused."""

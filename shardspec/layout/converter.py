@@ -276,7 +276,7 @@ class LayoutConverter:
         *,
         partial: Sequence[ReduceOp] = (),
     ) -> CostTable:
-        """Return what every conversion of a tensor costs, as arrays.
+        """Return the costs of every conversion of a tensor, as arrays.
 
         Parameters
         ----------

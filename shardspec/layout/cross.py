@@ -1,4 +1,4 @@
-"""Exchanges between layouts, also on two meshes: what they cost and move, and where to cross over.
+"""Exchanges between layouts, also on two meshes: their costs and copies, and where to cross over.
 
 An exchange treats the devices of both meshes as a single mesh: devices outside the source's mesh
 hold nothing before, and devices outside the target's mesh want nothing after. It may connect any
@@ -44,7 +44,7 @@ Boxes: TypeAlias = Mapping[int, Box]
 _MAX_DEVICES: Final = 1 << 14
 """The most devices among which exchanges are planned."""
 _MAX_PIECES: Final = 500_000
-"""The most pieces of one exchange; listing so many takes seconds."""
+"""The most pieces of one exchange; listing them takes seconds."""
 _MAX_WORK: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
 _MAX_INTERVALS: Final = 5e6

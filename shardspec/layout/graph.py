@@ -274,7 +274,7 @@ def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.a
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
     """Return the states of a cheapest path, including both ends; None if there is no path.
 
-    Of equally cheap paths it is one with the fewest moves, and through the smallest indices.
+    Ties are broken by number of moves, then by state index.
     """
     best = distances(move, [source])[0]
     if not np.isfinite(best[target]):

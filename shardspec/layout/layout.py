@@ -242,7 +242,7 @@ class Layout:
         return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def drawing(self) -> Picture:
-        """Return a picture of which device holds what, for text, SVG or HTML."""
+        """Return a picture of the box of each device, for text, SVG or HTML."""
         cells: dict[Box, list[int]] = {}
         idle = []
         parts = [LayoutCell(self, cell) for cell in cells_of(self)]
@@ -259,7 +259,7 @@ class Layout:
         return Picture(self.title, cells, notes)
 
     def picture(self) -> str:
-        """Draw as text which devices hold which part of the tensor.
+        """Draw the parts of the tensor as text, each with its devices.
 
         >>> print(Layout(DeviceMesh(range(4), (2, 2)), "[S1]", (10,), "f32").picture())
         [S1] of [10] float32 on 2x2

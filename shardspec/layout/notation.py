@@ -41,7 +41,7 @@ class Notation(NamedTuple):
 
 
 def read_notation(text: object, *, for_rule: bool = False) -> Notation:
-    """Return what a text says; ``...`` is accepted in rules.
+    """Parse a spec; ``...`` is accepted in rules.
 
     Raises `SpecSyntaxError` where the text does not follow the grammar.
 

@@ -1,4 +1,4 @@
-"""Draws which devices hold which part of a tensor, as text, SVG and HTML."""
+"""Draws the parts of a tensor with their devices, as text, SVG and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
@@ -236,7 +236,7 @@ def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: i
     """Return pictures side by side as one SVG element; raises what `Picture.svg` raises.
 
     `between` has a text for the arrow between each two pictures; if empty, there are no arrows. If
-    `per_row` is above 0, a new row begins after so many pictures.
+    `per_row` is above 0, a new row begins after that many pictures.
     """
     parts = [picture._element() for picture in pictures]
     root = Element("svg", {"class": "shardspec-layout", "role": "img"})

@@ -268,7 +268,7 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
 
 
 def known_error(plans: Iterable[ConversionPlan]) -> str:
-    """Return a sentence about the accuracy of plans: errors of links, and what is not measured."""
+    """Return a sentence about the accuracy of plans: errors of links, costs not measured."""
     links: dict[Link, None] = {}
     unknown: dict[str, None] = {}
     for plan in plans:

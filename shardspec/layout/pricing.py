@@ -59,7 +59,7 @@ class Prices:
     """The cheapest single move between all specs of a space."""
 
     space: Space
-    """The states that rows and columns stand for."""
+    """The states of rows and columns."""
     steps: dict[tuple[int, int], Step]
     """The collectives and slices."""
     local_bytes: Floats
@@ -124,7 +124,7 @@ class Prices:
 
 
 def states_of(tensor: Layout) -> int:
-    """Return how many specs a conversion of a tensor can pass through."""
+    """Return the number of specs that a conversion of a tensor can pass through."""
     return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 

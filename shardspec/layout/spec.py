@@ -71,7 +71,7 @@ class DimSpec:
     """Pieces that are sharded separately; a device has a share of each, in order. By default the
     dim is one piece."""
     block: int = 1
-    """Cuts lie at multiples of this many elements of a piece."""
+    """Block size: shard boundaries are multiples of it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(map(checked_axis, self.axes)))

@@ -159,7 +159,7 @@ def grid_of(
     logical_mesh_id: Ids | None,
     words: TorchWords,
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
-    """Return the ids, the shape and the device type that the arguments of a mesh say.
+    """Return the ids, the shape and the device type in the arguments of a mesh.
 
     They are spelled as here or as in torch, where the device type comes first. Raises `MeshError`
     if they contradict each other, and `TypeError` for other words.

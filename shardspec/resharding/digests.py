@@ -35,7 +35,7 @@ from shardspec.text import counted, shown
 DIGEST_FORMAT: Final = "shardspec-digest-1"
 LANES: Final = 2
 _ROW_BYTES: Final = 1024
-"""Trailing dims are joined until a row has so many."""
+"""Minimum bytes of a row, for which trailing dims are joined."""
 _SEGMENT_BYTES: Final = 1 << 14
 """Longer rows are cut into segments."""
 _STEP_BYTES: Final = 1 << 18

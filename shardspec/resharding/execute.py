@@ -1,4 +1,4 @@
-"""Carrying a reshard plan out: by the transport of a job, or between devices of one process."""
+"""Carries out a reshard plan: by the transport of a job, or between devices of one process."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -137,7 +137,7 @@ def _run_in_job(
 
 @contextmanager
 def _marking(inputs: Inputs, why: str) -> Iterator[None]:
-    """Let DTensors of `out` say that they are not to be read if something is raised."""
+    """Mark DTensors of `out` as unusable if an error is raised."""
     try:
         yield
     except BaseException as error:
@@ -227,7 +227,7 @@ class DeviceShards:
                 self.target[place].zero_()
 
     def reserve(self, transport: Transport) -> bool:
-        """Make what the transport needs at first; say whether that is anything."""
+        """Allocate the first buffers of the transport; return True if it needs any."""
         shards = self.source or self.target
         return transport.reserve(self._first_wave, next(iter(shards.values()), torch.empty(0)))
 
@@ -267,7 +267,7 @@ class DeviceShards:
         return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
-        """Yield what the device has already, and then the messages of the plan, or whole boxes."""
+        """Yield the copies inside the device, then the messages of the plan, or whole boxes."""
         kept = [copy for copy in self.plan.kept if copy.receiver == self.device]
         own = {self.device: kept} if kept and not number else {}
         if most_bytes is None:

@@ -83,7 +83,7 @@ def checked_inputs(
 ) -> Inputs:
     """Return the shards that this process has for some devices of a plan.
 
-    Where its device is `alone` in its process, plain tensors are taken for shards. Raises
+    If its device is `alone` in its process, plain tensors count as shards. Raises
     LayoutError if anything is not as the plan says.
     """
     state = flat_state(state)

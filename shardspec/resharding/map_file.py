@@ -13,9 +13,9 @@ from shardspec.text import shown
 Side: TypeAlias = tuple[str, ...]
 """A name, then perhaps a view, then perhaps slices of it."""
 Binding: TypeAlias = dict[str, int]
-"""Placeholder to the number that it stands for."""
+"""Placeholder -> its number."""
 NamesByForm: TypeAlias = Mapping[str, Sequence[str]]
-"""Names by what they are without their numbers, so that a pattern looks at few of them."""
+"""Names grouped by their text without numbers, so that a pattern looks at few of them."""
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 _DIGITS: Final = re.compile("[0-9]+")
@@ -105,7 +105,7 @@ def form_of(name: str) -> str:
 
 
 def names_by_form(names: Iterable[str]) -> NamesByForm:
-    """Sort names by what they are without their numbers."""
+    """Group names by their text without numbers."""
     by_form = defaultdict(list)
     for name in names:
         by_form[form_of(name)].append(name)
@@ -113,7 +113,7 @@ def names_by_form(names: Iterable[str]) -> NamesByForm:
 
 
 def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
-    """Return, per name that a pattern matches, the numbers that its placeholders stand for.
+    """Return, per name that a pattern matches, the numbers of its placeholders.
 
     >>> bindings("a.{i}.b.{e}", names_by_form(["a.3.b.12", "a.03.b.1", "a.1.c.1"]))
     {'a.3.b.12': {'i': 3, 'e': 12}}

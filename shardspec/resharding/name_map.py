@@ -1,4 +1,4 @@
-"""Name maps: which tensors of one model are which of another, as equations between views.
+"""Name maps: the tensors of one model in terms of another's, as equations between views.
 
 A map is read from TOML. Names may have placeholders for numbers, views are those of
 `shardspec.resharding.views`::
@@ -115,7 +115,7 @@ class NameMap:
     model_types: tuple[str, ...] = ()
     """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Numbers that placeholders stand for, if not all from 0 on."""
+    """Placeholder -> its numbers, if not all from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -182,7 +182,7 @@ class Naming(ABC):
         where
             The source, for errors.
         behind
-            Names of tensors that the source has too, and that stay behind.
+            Names of tensors that the source also has, and that are dropped.
 
         Raises
         ------
@@ -314,12 +314,12 @@ def target_shapes(
 
 
 def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return which parts of the target are zero."""
+    """Return the parts of the target that are zero."""
     return _sides(map_, map_.zeros, target)
 
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return which parts of the source go nowhere, on purpose."""
+    """Return the parts of the source that go nowhere, on purpose."""
     return _sides(map_, map_.unused, source)
 
 
@@ -338,7 +338,7 @@ def _sides(
 def _bindings(
     map_: NameMap, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
 ) -> dict[str, Binding]:
-    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    """Return, per name that a pattern matches, the numbers of its placeholders."""
     if "{" not in pattern:
         return {pattern: {}} if pattern in names else {}
     check_pattern(pattern)
@@ -373,7 +373,7 @@ def _view(
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
-    """Say what is wrong with views in the words of a config, and what it does not say."""
+    """Return the problem with some views in the words of a config, and the keys that it lacks."""
     sizes = known_sizes(map_.sizes)
     words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
     unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)

@@ -56,7 +56,7 @@ class Executor(Protocol):
         """Carry a plan out; see `ReshardPlan.run`."""
 
     def regions(self, plan: "ReshardPlan") -> Mapping[str, Sequence[FileRegion]]:
-        """Return where tensors of the source lie in files.
+        """Return the places of the source's tensors in files.
 
         Raises LayoutError if no copy of bytes makes those of the target.
         """
@@ -99,7 +99,7 @@ class ReshardPlan:
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
     dropped: tuple[str, ...] = ()
-    """Tensors of the source that are left behind."""
+    """Tensors of the source that are dropped."""
     quantized: tuple[str, ...] = ()
     """Tensors of the target that become codes and scales where they arrive."""
     links: Links | None = None
@@ -181,7 +181,7 @@ class ReshardPlan:
         return self.copies.cost_seconds
 
     def as_dict(self) -> dict[str, object]:
-        """Return what the plan says as plain values, ready for JSON."""
+        """Return the plan as plain values, ready for JSON."""
         return {
             "tensors": len(self.moves),
             "devices": list(self.copies.devices),
@@ -201,7 +201,7 @@ class ReshardPlan:
         return f"ReshardPlan({tensors} on {counted(len(self.copies.devices), 'device')})"
 
     def __str__(self) -> str:
-        """Return the plan as a table, and what is done beside copies."""
+        """Return the plan as a table, and the work besides copies."""
         text = text_of(self, {})
         return text if self.executor is None else f"{text}\n{self.executor}"
 
@@ -298,7 +298,7 @@ class ReshardPlan:
             What the device is to receive, to send, or all of it. What it has already, and copies
             from itself, is among each of them.
         strides
-            How shards lie in memory where they are not row-major without gaps: under ``"source"``
+            Memory layout of shards that are not row-major without gaps: under ``"source"``
             and ``"target"``, by the name of the tensor there, bytes from one element to the next
             per dim; or these by device.
 
@@ -362,7 +362,7 @@ def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
 
 
 def _facts(layout: Layout) -> tuple[object, ...]:
-    """Return what of a layout plans depend on."""
+    """Return the properties of a layout on which plans depend."""
     stored = layout.stored if isinstance(layout, StoredLayout) else ()
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
@@ -381,7 +381,7 @@ def plan_state(
 ) -> ReshardPlan:
     """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
 
-    `dropped` are tensors that a map before this one has left behind.
+    `dropped` are tensors that an earlier map has dropped.
     """
     given = flat_state(source)
     before = _stated(given)

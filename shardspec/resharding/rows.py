@@ -1,7 +1,7 @@
 """A reshard plan as rows of strided copies between flat shards, for any transport.
 
-Whoever reads rows needs nothing of the planner: `docs/transfers.md` says what the fields mean, with
-a player of some forty lines.
+Rows can be used without the planner: `docs/transfers.md` explains the fields, with a player of some
+forty lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
 
 
 class FileRegion(NamedTuple):
-    """Where a box of a tensor lies in a file of a checkpoint."""
+    """Place of a box of a tensor in a file of a checkpoint."""
 
     file: int
     """Its number in the plan."""
@@ -62,7 +62,7 @@ class FileRegion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Where a box lies: counted from the start of a shard or file, in bytes."""
+    """Place of a box, counted in bytes from the start of a shard or file."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,7 +79,7 @@ def transfer_rows(
 ) -> Rows:
     """Return what a device receives or sends; see `ReshardPlan.transfers`.
 
-    `files` says by name where tensors lie whose source is a checkpoint.
+    `files` has, by name, the place of each tensor whose source is a checkpoint.
     """
     _check(plan, device, end)
     places = _Places(plan, strides or {}, files or {})
@@ -122,7 +122,7 @@ def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Cop
 
 
 class _Places:
-    """Where boxes lie in shards, whose strides are declared or row-major, and in files."""
+    """Places of boxes in shards, whose strides are declared or row-major, and in files."""
 
     def __init__(
         self, plan: StateCopies, declared: Declared, files: Mapping[str, Sequence[FileRegion]]
@@ -144,7 +144,7 @@ class _Places:
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield where a box lies at both ends, and the places of the tensors that lie so."""
+        """Yield the place of a box at both ends, and the indices of the tensors that have it."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]

@@ -73,7 +73,7 @@ class StoredLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """One tensor of a state dict: what it is called and how it is laid out, before and after."""
+    """One tensor of a state dict: its name and layout before and after."""
 
     source_name: str
     target_name: str
@@ -121,7 +121,7 @@ def cluster_of_moves(moves: Iterable[TensorMove], links: Links | None) -> Cluste
 
 @dataclass(frozen=True, eq=False)
 class StateCopies:
-    """The copies that carry out a plan, as data: inside of devices, and between them in stages."""
+    """The copies that carry out a plan, as data: inside devices, and between them in stages."""
 
     moves: tuple[TensorMove, ...]
     values: tuple[tuple[str, str], ...]
@@ -316,7 +316,7 @@ class PlanStage:
 
     @cached_property
     def senders(self) -> list[Senders]:
-        """For each group which of the replicas sends what."""
+        """The senders of each group of replicas."""
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
@@ -340,7 +340,7 @@ class PlanStage:
 
     @property
     def most_peers(self) -> int:
-        """To how many devices one sends at most, or from how many it receives."""
+        """Largest number of devices to which one sends, or from which it receives."""
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
@@ -583,7 +583,7 @@ def region_of(
     *,
     of_source: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return where a box lies in the shard of a device that has these strides.
+    """Return the place of a box in the shard of a device that has these strides.
 
     That is its shape, and in the unit of the strides its own strides, and its offset.
     """

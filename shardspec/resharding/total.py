@@ -1,4 +1,4 @@
-"""Proves that a name map writes all of a target exactly once, and loses nothing of a source.
+"""Proves that a name map writes every element of a target once, and loses none of a source.
 
 Every tensor that the map names must exist: numbers run from 0 to the largest that the source has,
 unless a size says how far. Then the elements that equations cover are counted.
@@ -92,7 +92,7 @@ def check_map(
     source, target
         Name to global shape.
     drop
-        Shell patterns of names of the source that are left behind.
+        Shell patterns of names of the source to drop.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def check_map(
 
 
 def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the tensors that patterns leave behind; LayoutError if one matches nothing."""
+    """Return the tensors that match patterns; LayoutError if a pattern matches nothing."""
     dropped: dict[str, Shape] = {}
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         alike = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
@@ -136,12 +136,12 @@ class Mapped(NamedTuple):
     shapes: dict[str, Shape]
     """Target shapes by name."""
     dropped: dict[str, Shape]
-    """Tensors of the target that are left behind, since all that would make them was."""
+    """Tensors of the target that are missing because all their sources are dropped."""
     report: MapReport
 
 
 def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
-    """Return what a map makes of a source, some of whose tensors are left behind."""
+    """Return the result of a map for a source, without the tensors that are dropped."""
     every = target_shapes(map_, source)
     shapes = target_shapes(map_, source, without=dropped.keys()) if dropped else every
     behind = {name: shape for name, shape in every.items() if name not in shapes}
@@ -290,14 +290,14 @@ def _missing(
     sizes: Mapping[str, int | str],
     numbers: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[str]:
-    """Yield what is missing or too much, a line per rule.
+    """Yield the missing and the surplus tensors, a line per rule.
 
     Parameters
     ----------
     rules
         What is looked for, and what the source has.
     as_numbers, sizes
-        Sizes as numbers, and as they are given; ``{i}`` is how many numbers `i` stands for.
+        Sizes as numbers, and as they are given; ``{i}`` is the count of numbers of `i`.
     numbers
         Which ones, where these are not all from 0 on.
     """
@@ -340,7 +340,7 @@ def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Bindi
 
 
 def _named(side: Side, binding: Binding) -> str:
-    """Return the name of a tensor, and which row of a stack is meant."""
+    """Return the name of a tensor, and the row of a stack."""
     own = placeholders(side[0])
     rows = [f"{{{name}}} = {number}" for name, number in binding.items() if name not in own]
     return " at ".join([repr(filled(side[:1], binding)[0]), ", ".join(rows)][: 1 + bool(rows)])

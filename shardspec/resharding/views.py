@@ -1,4 +1,4 @@
-"""Views: which elements of two tensors are equal, by factored and permuted dims.
+"""Views: equal elements of two tensors, by factored and permuted dims.
 
 ``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, in einops' words. A view of a source
 and a view of a target with the same names say which element goes where: the element at indices
@@ -72,7 +72,7 @@ class TensorView(NamedTuple):
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
     ) -> tuple[tuple[int, ...], int]:
-        """Return the steps along the axes of the view, and where its element at `corner` lies.
+        """Return the steps along the axes of the view, and the place of its element at `corner`.
 
         `strides` are steps in the memory of a shard, `intervals` the indices it holds of each dim.
         """
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return which boxes of its factors an interval of a dim holds, as far as the view reaches."""
+    """Return the boxes of factors in an interval of a dim, as far as the view reaches."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]

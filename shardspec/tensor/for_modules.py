@@ -19,7 +19,7 @@ _IN_PARTITION: Final[ContextVar[bool]] = ContextVar("shardspec partition_fn", de
 
 
 class StandIn(torch.Tensor):
-    """A meta tensor that stands for a DTensor; it also has the DTensor's methods."""
+    """A meta tensor in place of a DTensor; it also has the DTensor's methods."""
 
     tensor: "TensorLike"
 

@@ -83,7 +83,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return what the shard of a device is like."""
+    """Return the shape and the dtype of the shard of a device."""
     return layout.local_shape(device), torch_dtype(layout.dtype)
 
 

@@ -171,5 +171,5 @@ def test_sizes_of_parts_are_needed():
     with pytest.raises(LayoutError, match="split factor 2 makes parts of dim 0"):
         spec_of_placements([Split(0, 2)], 1, (2,))
     assert str(spec_of_placements([Split(0, 2)], (7,), (2,))) == "[S0{4,3}]"
-    with pytest.raises(LossyConversionError, match=r"axes \[0, 1\] shard dim 0 together"):
+    with pytest.raises(LossyConversionError, match=r"axes \[0, 1\] shard dim 0 with"):
         spec_of_placements([Split(0, 4), Split(0, 2)], (8,), (2, 2))

@@ -193,8 +193,8 @@ def main(place: Path, rows_file: str) -> None:
     what = "fp32, and bf16 with fp32 masters; three groups, frozen, buffer, tied"
     by = "weights: yes, by `zero_to_fp32.py`; moments: yes, by `ds_to_universal`"
     robin = (
-        "yes, by `zero_to_fp32.py` and a run without it; `ds_to_universal` takes parameters from "
-        "where they do not lie"
+        "yes, by `zero_to_fp32.py` and a run without it; `ds_to_universal` reads parameters from "
+        "wrong places"
     )
     rows = [
         Row(*tool, f"ZeRO 1, 2, 3 on 2 ranks: {what}", "yes", by, "no", ""),

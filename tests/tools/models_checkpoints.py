@@ -99,8 +99,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 _NOTES = {
     ("gemma3_text", THERE_AND_BACK): "names of Megatron-Bridge's layers, read and not run",
-    ("deepseek_v3", THERE_AND_BACK): "layers that look ahead: bits by Megatron-core alone",
-    ("glm4_moe", THERE_AND_BACK): "layers that look ahead: bits by Megatron-core alone",
+    ("deepseek_v3", THERE_AND_BACK): "MTP layers: bits by Megatron-core alone",
+    ("glm4_moe", THERE_AND_BACK): "MTP layers: bits by Megatron-core alone",
 }
 
 

@@ -130,11 +130,11 @@ def main(place: Path, rows_file: str) -> None:
     print("tensor parallel: equal", file=sys.stderr)
     tool = ("DeepSpeed", version("deepspeed"))
     rows = [
-        Row(*tool, "experts on 2 ranks", "refused, with a command that puts the weights together",
-            "yes, what it writes, by the modules of the ranks", "no", ""),
+        Row(*tool, "experts on 2 ranks", "refused, with a command that merges the weights",
+            "yes, its output, by the modules of the ranks", "no", ""),
         Row(*tool, "ZeRO 1 with 2 tensor parallel ranks (AutoTP), LLaMA",
             "refused, with the command of `ds_to_universal`",
-            "yes, what it writes, by the model in bfloat16", "no", ""),
+            "yes, its output, by the model in bfloat16", "no", ""),
     ]  # fmt: skip
     write_rows(rows_file, rows)
 

@@ -39,7 +39,7 @@ def run_collective(
 
 
 def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
-    """Say whether a collective of the backend does a step; all members say the same."""
+    """Return True if a collective of the backend does a step; all members return the same."""
     match schedule.step:
         case AllGather():
             coming = {copy.sender: copy.box for copy in schedule.incoming}
@@ -55,7 +55,7 @@ def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
 
 
 def _are_in_order(schedule: DeviceTransfers, parts: Mapping[int, Box], box: Box) -> bool:
-    """Say whether the members' parts of a box lie one behind the other in memory, equally long."""
+    """Return True if the members' parts of a box are adjacent in memory and equally long."""
     ranks, shape = sorted(schedule.members), box_shape(box)
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
     if dim is None or not box_size(box) or shape[dim] % len(ranks):

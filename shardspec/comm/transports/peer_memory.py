@@ -84,7 +84,7 @@ class Region(NamedTuple):
         return self.moved(start * self.strides[dim])._replace(shape=shape)
 
     def moved(self, offset: int) -> "Region":
-        """Return a region of the same form so many bytes further."""
+        """Return the region shifted by a number of bytes."""
         return self._replace(address=self.address + offset)
 
     @property

@@ -1,6 +1,6 @@
 """Gradients of DTensors: requesting, retaining, hooks, and computation by `torch.autograd`.
 
-All of it passes `TensorLike._nodes` to autograd, the single set of tracked tensors.
+All functions pass `TensorLike._nodes` to autograd, the single set of tracked tensors.
 """
 
 import inspect

@@ -89,7 +89,7 @@ def layouts_by_torch(call: Call, torch_mesh: TorchMesh | None = None) -> Layouts
 
 
 def _key(call: Call) -> Hashable | None:
-    """Return what decides the layouts of a call's results; None if that cannot be hashed."""
+    """Return a key that decides the layouts of a call's results; None if it cannot be hashed."""
     leaves: list[Hashable] = []
     for leaf in call.leaves:
         if isinstance(leaf, TensorLike):
