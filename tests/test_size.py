@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
     "shardspec": (43724, 197),
-    "shardspec/checkpoint": (18131, 73),
+    "shardspec/checkpoint": (18124, 73),
     "shardspec/cli": (3394, 15),
     "shardspec/comm": (4110, 23),
     "shardspec/explorer": (229, 2),

@@ -73,7 +73,7 @@ class CheckpointReader:
 
     checkpoint: StoragePath
     names: Mapping[str, str] | NameMap | None = field(compare=False)
-    """By which map, if by one."""
+    """Map from stored tensors to those of the plan; None if there is none."""
     dequantized_to: str | None
     """Dtype of dequantized weights; None if codes are read."""
     quantizes: bool = False
@@ -196,7 +196,7 @@ class StoredPlan(NamedTuple):
     """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
-    """By which map, if by one; earlier ones have made the source."""
+    """Last of the maps, None without any; the earlier ones are applied in `source`."""
     files: dict[int, str]
     """File names by number."""
 

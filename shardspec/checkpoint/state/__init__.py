@@ -1,1 +1,1 @@
-"""State dicts as checkpoints see them: flat names, shards of ranks, and their bytes in memory."""
+"""Converts state dicts to the flat names, shards and bytes that checkpoints store."""

@@ -1,4 +1,4 @@
-"""Catalogs of state dicts in memory, which are read like the files of a checkpoint."""
+"""Presents state dicts in memory as catalogs, which are read like the files of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 NAME: Final = "state dict"
-"""The format of a catalog in memory."""
+"""Format name of a catalog in memory."""
 
 
 class Memory:
-    """Bytes of a tensor in memory, in place of those of a file."""
+    """Bytes of a tensor in memory, read like those of a file."""
 
     def __init__(self, tensor: "torch.Tensor") -> None:
         self._tensor = tensor
@@ -54,7 +54,7 @@ class Memory:
 
 
 def catalog_of(what: rank_state.Described, communicator: Communicator) -> Catalog:
-    """Return a state dict as a checkpoint of the boxes that this process counts."""
+    """Return a state dict as a checkpoint with the boxes that this process contributes."""
     boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
     entries = assign_boxes(communicator.mesh, what.layouts)
     for rank in communicator.addressable:

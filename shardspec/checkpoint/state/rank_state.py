@@ -1,4 +1,4 @@
-"""Describes the shards of a state dict on each rank, on which all ranks must agree."""
+"""Describes the shards of a state dict on each rank, and checks that all ranks agree."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     import torch
 
 Replicas: TypeAlias = Literal["equal", "first"]
-"""What copies of a box on several ranks have to be, or which of them is saved."""
+"""Rule for replicas of a box: all must be equal, or the first is saved."""
 _PIECE_BYTES: Final = 1 << 20
-"""Digested and written at once, while it is in the CPU's cache."""
+"""Bytes digested and written per step, while they are in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A state dict; by name the shard of every addressable device, and the layout."""
+    """A state dict with the layout and the addressable shards of each tensor."""
 
     flat: FlatState
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
     layouts: Mapping[str, Layout]
 
     def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
-        """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""
+        """Yield the row-major bytes of one box of a rank; copied only if not contiguous."""
         import torch
 
         part = box_of_shard(self.shards[name][rank], self.layouts[name], rank, box).detach()
@@ -54,7 +54,7 @@ class Described:
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     """Return the communicator of a state dict: that of the largest mesh; others are its slices.
 
-    An error is raised on all ranks of the job.
+    Errors are raised on all ranks of the job.
     """
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor
@@ -118,7 +118,7 @@ def _shards_of(
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:
-    """Refuse tensors that do not have their elements in memory, one after the other."""
+    """Refuse tensors whose elements are not stored densely in memory."""
     import torch
 
     remedy = ""
@@ -136,7 +136,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return what all ranks have to agree on, each with the words that say what it is."""
+    """Return the facts that all ranks must agree on, each with a description."""
     at = {name: f" at {path}" for name, path in what.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"
@@ -153,13 +153,13 @@ def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, s
 def check_same_state(
     what: Described, communicator: Communicator, replicas: Replicas, digests: object = None
 ) -> None:
-    """Raise on every rank if not all have the same tensors, values and file of `digests`."""
+    """Raise on every rank if tensors, values or the file of `digests` differ between ranks."""
     facts = {**_facts(what, communicator.mesh, replicas), "option digests": str(digests)}
     check_same(communicator, facts, "save the same on every rank")
 
 
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
-    """Raise on every rank if copies of a box on several ranks differ, by their CRC-32."""
+    """Raise on every rank if replicas of a box on several ranks differ in CRC-32."""
     holders = lru_cache(None)(replica_holders)
     shared = [
         (name, box, ranks)
@@ -204,7 +204,7 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
 
 
 def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> "torch.Tensor":
-    """Return one of the boxes of a rank's shard, which is all of it unless there are parts."""
+    """Return one box of a rank's shard; the full shard unless it has parts."""
     if layout.spec.is_plain:
         return shard
     return shard[LayoutCell(layout, box).index(rank)]

@@ -1,7 +1,7 @@
-"""Nested state dicts as flat names, and back: tensors by name, plain values beside them.
+"""Flattens nested state dicts to tensors and plain values by name, and restores the nesting.
 
-Names are those of `resharding/state.py`. A checkpoint keeps the keys beside them, which are texts
-and whole numbers, so that the nesting comes back.
+Names are those of `resharding/state.py`. A checkpoint also stores the keys, which are texts and
+whole numbers, so that the nesting can be restored.
 """
 
 from base64 import b64decode, b64encode
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 Leaf: TypeAlias = "DTensor | torch.Tensor"
 
 _MOST_BITS: Final = 13_300
-"""Of a whole number: Python reads no text of more than 4,300 digits as one."""
+"""Maximum bits of a whole number: Python parses at most 4,300 digits."""
 LEFT_OUT: Final = object()
-"""Stands for a value that `unflatten` leaves out."""
+"""Marks a value that `unflatten` skips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FlatState:
     values: Mapping[str, object]
     """Plain values."""
     paths: Mapping[str, KeyPath]
-    """The keys of those names that are not keys themselves."""
+    """Keys of the names that differ from their key."""
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
@@ -86,7 +86,7 @@ def _is_key(key: object, depth: int) -> bool:
 
 
 def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
-    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
+    """Return True if `save_sharded` supports these keys, as `leaves` yields them."""
     return 0 < len(keys) <= MAX_DEPTH and all(_is_key(key, at) for at, key in enumerate(keys))
 
 
@@ -120,15 +120,15 @@ def spread(
 
 
 def saved_leaves(value: object, path: KeyPath) -> list[tuple[KeyPath, object]]:
-    """Return what `leaves` yields, or the whole value if it has keys that `flatten` refuses."""
+    """Return the result of `leaves`, or the value itself if it has keys that `flatten` refuses."""
     parts = list(leaves(value, path))
     return parts if all(is_path(keys) for keys, _ in parts) else [(path, value)]
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
-    """Return a plain value as JSON has it; what JSON lacks is an object of one member.
+    """Encode a plain value for JSON; types that JSON lacks become objects with one member.
 
-    Raises CheckpointError if it is one for which the sharding info has no place.
+    Raises CheckpointError for types that the sharding info cannot store.
 
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -164,13 +164,13 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
             return {"dict": [encoded(item) for item in value.items()]}
     raise CheckpointError(
         f"value {name!r}: the sharding info has no place for a {type(value).__name__}, only for "
-        "numbers of up to 4,000 digits, text, bytes, and lists and dicts of them; leave it out, or "
-        "make it a tensor with torch.tensor"
+        "numbers of up to 4,000 digits, text, bytes, lists and dicts; remove it, or use "
+        "torch.tensor"
     )
 
 
 def decode_value(value: object) -> object:
-    """Return the value that `encode_value` has encoded; raises ValueError for anything else."""
+    """Decode the result of `encode_value`; raises ValueError for anything else."""
     match value:
         case list():
             return [decode_value(item) for item in value]
@@ -190,12 +190,12 @@ def decode_value(value: object) -> object:
 
 
 def encode_path(path: KeyPath) -> list[object]:
-    """Return keys as JSON has them: a position in a list is a list of one."""
+    """Encode keys for JSON: a position in a list becomes a list of one number."""
     return [list(key) if isinstance(key, tuple) else key for key in path]
 
 
 def decode_path(path: object) -> KeyPath:
-    """Return the keys that `encode_path` has encoded; raises ValueError for anything else."""
+    """Decode the result of `encode_path`; raises ValueError for anything else."""
     if not isinstance(path, list) or not path or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
     keys: list[Any] = []
@@ -210,9 +210,9 @@ def decode_path(path: object) -> KeyPath:
 def fitting_paths(
     paths: Mapping[str, KeyPath], names: Collection[str], beside: Iterable[str] = ()
 ) -> dict[str, KeyPath]:
-    """Return the keys of these names, or of none if the names `beside` them do not fit in.
+    """Return the keys of these names, or none if they conflict with the names `beside` them.
 
-    Where a list lacks items, because tensors were renamed or excluded, every name is a key.
+    If a list lacks items, because tensors were renamed or excluded, every name is a key.
     """
     kept = {name: path for name, path in paths.items() if name in names}
     if not kept:
@@ -225,14 +225,14 @@ def fitting_paths(
 
 
 class _Node(dict[Any, Any]):
-    """A dict or list in the making; any other dict is a value."""
+    """A dict or list under construction; any other dict is a value."""
 
 
 def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict[Any, Any]:
-    """Return nested dicts and lists of values, given the keys of every name, and its value.
+    """Build nested dicts and lists from the keys and the value of every name.
 
     A value may be `LEFT_OUT`; None takes its place in a list. Raises CheckpointError if keys
-    contradict each other: a value has the place of others, or a list has a gap.
+    conflict: a value and a dict have the same keys, or a list has a gap.
 
     >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
     {'a': ['A.0'], 'b': 'B'}

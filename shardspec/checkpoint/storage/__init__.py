@@ -1,1 +1,1 @@
-"""Storages of files: disks of this machine and object stores."""
+"""Reads and writes files on disks of this machine and in object stores."""

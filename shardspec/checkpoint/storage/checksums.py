@@ -1,4 +1,4 @@
-"""CRC-32, the checksum of zips and of shardspec's own format."""
+"""Computes CRC-32, the checksum of zips and of shardspec's own format."""
 
 from typing import Final, TypeAlias
 
@@ -7,17 +7,17 @@ from isal import isal_zlib
 from shardspec.checkpoint.storage.path import SourceFile
 
 BLOCK_BYTES: Final = 1 << 20
-"""Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
+"""Maximum bytes copied per step: they fit the L2 cache of common CPUs."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
+    """Return the CRC-32 of bytes (that of zlib and zip), continued from `value`."""
     return int(isal_zlib.crc32(data, value))
 
 
 def crc32_combine(first: int, second: int, num_bytes: int) -> int:
-    """Return the CRC-32 of two parts joined; the second has this many bytes."""
+    """Return the CRC-32 of two joined parts; the second has `num_bytes`."""
     return int(isal_zlib.crc32_combine(first, second, num_bytes))
 
 
@@ -30,5 +30,5 @@ def crc32_of(file: SourceFile, start: int, num_bytes: int) -> int:
 
 
 def crc_text(value: int) -> str:
-    """Write a CRC-32 as the eight digits under which it is stored and shown."""
+    """Format a CRC-32 as eight hexadecimal digits."""
     return f"{value:08x}"

@@ -1,6 +1,6 @@
-"""Outputs that appear whole or not at all.
+"""Publishes outputs atomically: each appears complete or not at all.
 
-An output NAME is written by these steps. Other names are beside it.
+An output NAME is written in these steps. The other names are in the same directory.
 
 1. Lock ``.NAME.shardspec-lock``. If another run has locked it, stop.
 2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it for this user
@@ -9,8 +9,8 @@ An output NAME is written by these steps. Other names are beside it.
 4. Check that the output to replace is unchanged. Give the new files its modes and owners, and flush
    them and their directories to the disk.
 5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
-   one that it replaces. If the system cannot do that, the old one is ``.NAME.shardspec-old`` for a
-   moment; if the run is killed then, the next one gives it its name back.
+   one that it replaces. If the system cannot do that, the old one is briefly called
+   ``.NAME.shardspec-old``; if the run is killed then, the next one renames it back.
 6. Remove the replaced output, then the lock.
 
 A run that is killed before step 5 leaves the old output, or none; after it, the new one. The next
@@ -42,11 +42,11 @@ from shardspec.text import shown
 
 _ATTEMPTS: Final = 10
 _FLUSH_BYTES: Final = 8 << 20
-"""Written before the disk is to begin with them, which would else wait for the end of the file."""
+"""Bytes written before a flush is started, so that it does not wait for the end of the file."""
 
 
 class StagedFiles:
-    """An output that is written by these steps: a file, or a directory of files."""
+    """An output written in these steps: a file, or a directory of files."""
 
     def __init__(self, path: StoragePath, place: StoragePath, *, directory: bool) -> None:
         self._path, self.place, self._directory = path, place, directory
@@ -174,7 +174,7 @@ def _is_same(place: StoragePath, fd: int) -> bool:
 
 
 def _check_own(path: StoragePath, place: StoragePath) -> bool:
-    """Return whether a file or directory exists; raises CheckpointError for others' and links."""
+    """Return True if a file or directory exists; raises CheckpointError if another user owns it."""
     with path.errors("written"):
         at = _stat(place)
     if at is None:
@@ -209,7 +209,7 @@ def _recover(path: StoragePath, staging: StoragePath, older: StoragePath) -> Non
 
 
 def _check_same(path: StoragePath, identity: Identity | None) -> None:
-    """Raise CheckpointError if the directory to replace is no longer the one that was checked."""
+    """Raise CheckpointError if the directory to replace has changed since it was checked."""
     old = _stat(path)
     if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
         raise CheckpointError(
@@ -250,9 +250,9 @@ def _exchange(
 
 
 def _finish_all(staging: StoragePath, old: StoragePath | None) -> None:
-    """Give all that is staged its final mode, and flush it.
+    """Give all staged files and directories their final mode, and flush them.
 
-    The mode is that of the file it replaces, or else the strictest of those in the old directory.
+    The mode is that of the replaced file, or else the strictest in the old directory.
     """
     strictest = None
     if not staging.is_dir():
@@ -280,7 +280,7 @@ def write_atomically(
     overwrite: bool,
     mode_of: str | None = None,
 ) -> None:
-    """Write a file from pieces, which appears once it is complete; see `StoragePath.write`."""
+    """Write a file from pieces; it appears once it is complete; see `StoragePath.write`."""
     kind = "" if mode_of is None else "save-"
     place = path.with_name(f".shardspec-{kind}{os.urandom(8).hex()}.tmp")
     with path.errors("written", _more(num_bytes)):

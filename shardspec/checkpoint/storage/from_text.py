@@ -1,4 +1,4 @@
-"""The storage of a path or URL."""
+"""Chooses the storage of a path or URL."""
 
 import re
 from pathlib import PurePath

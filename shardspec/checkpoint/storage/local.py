@@ -1,4 +1,4 @@
-"""Storage on this machine."""
+"""Implements storage on this machine."""
 
 import os
 import stat
@@ -39,7 +39,7 @@ class LocalFile(SourceFile):
             raise self.cut_short(end - missing, end)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
 

@@ -1,13 +1,13 @@
-"""Storage in object stores, by URLs.
+"""Implements storage in object stores, by URLs.
 
 fsspec connects to the stores, with keys and endpoints from the environment or its own settings. It
 is imported with the first URL.
 
-A request to a store takes as long as transferring some megabytes. So near ranges are joined, and
-the next ones are requested in batches while the last batch is in use.
+A request takes as long as transferring some megabytes. So nearby ranges are merged, and the next
+batch of ranges is requested while the current one is in use.
 
-Files of an output are sent as they are written, and exist once they are committed, all of them at
-the end: the file that lists the others last.
+Files of an output are uploaded as they are written. They appear when they are committed at the end,
+the listing last.
 """
 
 import os
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES: Final = 4 << 20
 _MIN_REQUEST_BYTES: Final = 64 << 10
-"""The smallest request, for a header and what is around it. Shorter gaps are read along."""
+"""Minimum bytes of a request, for a header and its surroundings. Shorter gaps are read too."""
 _SEQUENTIAL_BYTES: Final = 512 << 10
-"""The smallest request of a sequential reader."""
+"""Minimum bytes of a request of a sequential reader."""
 _BATCHES: Final = 3
 """Batches of requests in flight."""
 _BATCH_STRETCHES: Final = 1024
@@ -53,9 +53,9 @@ _IDENTITY_KEYS: Final = (
     *("VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
 )
-"""Facts of stores about an object that differ for other objects, and for later ones of its name."""
+"""Keys of the facts about an object that identify it and its version."""
 _FILES_AT_ONCE: Final = 8
-"""Files in a store that are opened at once: each takes several requests in sequence."""
+"""Files opened concurrently in a store: each takes several requests in sequence."""
 
 
 class ObjectPath(StoragePath):
@@ -107,7 +107,7 @@ class ObjectPath(StoragePath):
 
     @property
     def _threads_share(self) -> bool:
-        """Whether threads share the store; otherwise each has its own connection."""
+        """True if threads share the store; otherwise each has its own connection."""
         return bool(self.store.async_impl)
 
     def _info(self) -> dict[str, Any] | None:
@@ -173,7 +173,7 @@ class ObjectPath(StoragePath):
         return RangePrefetcher(self.store, stretches, max_bytes) if self._threads_share else None
 
     def files_ahead(self, local: int = 0) -> int:  # noqa: ARG002  # of this machine
-        """Return how many files to open ahead of the one in use."""
+        """Return the number of files to open ahead of the one in use."""
         return _FILES_AT_ONCE - 1 if self._threads_share else 0
 
     def write(
@@ -194,7 +194,7 @@ class ObjectPath(StoragePath):
 
     @contextmanager
     def stage(self, output: Staging) -> Iterator[Staged]:
-        """Begin an output, which is complete at the end of the block."""
+        """Begin an output, which is committed at the end of the block."""
         uploads = _Uploads(self, output)
         try:
             yield uploads
@@ -224,7 +224,7 @@ def _entry(info: dict[str, Any]) -> Entry:
 def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
     """Return fsspec's store for a scheme and bucket, if threads can share it.
 
-    fsspec up to 2026.4 makes a store for each thread, which would connect again.
+    fsspec up to 2026.4 makes a store per thread, and each would connect separately.
     """
     from fsspec.core import url_to_fs
 
@@ -240,7 +240,7 @@ class ObjectFile(SourceFile):
     def __init__(self, path: StoragePath, num_bytes: int, store: "AbstractFileSystem") -> None:
         super().__init__(path, num_bytes)
         self._kept = (-_MIN_REQUEST_BYTES, b"")
-        """Position and bytes of the last range; one value, as threads may share the file."""
+        """Position and bytes of the last range; one tuple, since threads may share the file."""
         # fsspec may return another store to other threads.
         self._store = store
 
@@ -257,7 +257,7 @@ class ObjectFile(SourceFile):
         """Do nothing: each range is a request of its own."""
 
     def _range_at(self, at: int, needed: int) -> tuple[int, bytes]:
-        """Return the start and bytes of a range with a position."""
+        """Return the start and bytes of a range that contains a position."""
         start, data = self._kept
         if start <= at < start + len(data):
             return start, data
@@ -284,14 +284,14 @@ class ObjectFile(SourceFile):
 
 
 _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
-"""Per file, the first byte, end and index of the answer of each range."""
+"""File to (first byte, end, index of the response) of each range."""
 
 
 class RangePrefetcher:
     """Requests stretches of files in a store before they are read, for one thread.
 
-    They are requested in batches, and read in the same order. If the iterator raises an error,
-    prefetching stops: the reader will meet the same error.
+    They are requested in batches, and read in the same order. If the iterator `stretches` raises an
+    error, prefetching stops: the reader will get the same error.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class RangePrefetcher:
 
 
 def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
-    """Open a file of about this size, which exists once its `commit` is called."""
+    """Open a file of about this size, which appears when its `commit` is called."""
     store = path.store
     if not store.async_impl:
         # These ignore `autocommit` outside of a transaction; this one is never completed.
@@ -391,7 +391,7 @@ def _written(path: ObjectPath) -> Iterator[None]:
 
 
 class _Uploads:
-    """Files of an output that were sent, each by one thread, and are not committed yet."""
+    """Uploaded files of an output, each sent by one thread, that are not committed yet."""
 
     def __init__(self, path: ObjectPath, output: Staging) -> None:
         self._path, self._output = path, output
@@ -401,7 +401,7 @@ class _Uploads:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Send a file from start to end."""
+        """Upload a file from start to end."""
         path, end = self._at(name), 0
         with _written(path):
             file = self._open[name] = _open_uncommitted(
@@ -423,7 +423,7 @@ class _Uploads:
         self._num_bytes[name] = end
 
     def commit(self) -> None:
-        """Let the files appear, the listing last, and remove those that they replace."""
+        """Publish the files, the listing last, and remove those that they replace."""
         output, old = self._output, frozenset[str]()
         if output.directory and output.overwrite:
             with suppress(FileNotFoundError):
@@ -452,7 +452,7 @@ class _Uploads:
             )
 
     def discard(self) -> None:
-        """Drop what was sent, and remove what appeared already."""
+        """Discard uploads, and remove files that were already published."""
         for file in self._open.values():
             # A store forgets it sooner or later.
             with suppress(Exception):
@@ -464,11 +464,11 @@ class _Uploads:
         return self._path / name if self._output.directory else self._path
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove files, first those that list others."""
+        """Remove files, listings first."""
         for name in sorted(names, key=lambda name: (not _is_list(name), name)):
             self._at(name).unlink()
 
 
 def _is_list(name: str) -> bool:
-    """Return whether a file lists the others, which are useless without it."""
+    """Return True for a listing, without which the other files are useless."""
     return name.endswith((".json", ".metadata"))

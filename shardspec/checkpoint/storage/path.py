@@ -1,4 +1,4 @@
-"""Paths of any storage, which list, read, write and replace files.
+"""Defines paths of any storage, which list, read, write and replace files.
 
 A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
 parents and ``/`` are those of `pathlib.PurePosixPath`. Each storage is a module with a subclass,
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     kind: Literal["file", "directory", "other"]
     num_bytes: int
     identity: Identity
-    """Equal for the same, unchanged file."""
+    """Identity: equal for the same, unchanged file."""
 
 
 class FileStretch(NamedTuple):
@@ -43,7 +43,7 @@ class FileStretch(NamedTuple):
 
 
 class Requested(Protocol):
-    """Stretches that were requested before they are read."""
+    """Ranges that were requested before they are read."""
 
     def find(self, path: "StoragePath", start: int) -> tuple[int, bytes] | None:
         """Return the start and bytes of the range with a byte; None if it was not requested."""
@@ -68,10 +68,10 @@ class SourceFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return bytes from a position in the file; for headers and other small things."""
+        """Return bytes from a position in the file; for headers and other small reads."""
         self.read_into(memoryview(data := bytearray(num_bytes)), offset)
         return bytes(data)
 
@@ -93,15 +93,15 @@ class Staging(NamedTuple):
     """An output to write: one file, or a directory of files."""
 
     files: Mapping[str, int]
-    """Names relative to the output, and the approximate sizes."""
+    """Name relative to the output, to approximate size."""
     directory: bool
     overwrite: bool
     listing: str | None = None
     """The file that lists the others; it is written last."""
     replaced: frozenset[str] = frozenset()
-    """The files that a directory may have if it is replaced; with others, it is kept."""
+    """Names of files that a replaced directory may have; one with others is kept."""
     identity: Identity | None = None
-    """The identity of the directory to replace, empty if there is none; None to skip the check."""
+    """Identity of the directory to replace, empty if there is none; None to skip the check."""
 
 
 class Staged(Protocol):
@@ -117,11 +117,11 @@ class StoragePath(PurePosixPath, ABC):
     __slots__ = ()
 
     requests: ClassVar[bool]
-    """Whether each `look` is a request to another machine."""
+    """True if each `look` is a request to another machine."""
     whole_files: ClassVar[bool]
-    """Whether an output's files are written from start to end, each by one thread."""
+    """True if each file of an output is written from start to end by one thread."""
     nests: ClassVar[bool]
-    """Whether an output may have files in subdirectories."""
+    """True if an output may have files in subdirectories."""
     _refusals: ClassVar[tuple[type[Exception], ...]] = (OSError,)
     """Built-in exceptions by which the storage refuses an operation."""
 
@@ -196,7 +196,7 @@ class StoragePath(PurePosixPath, ABC):
         return None
 
     def files_ahead(self, local: int = 0) -> int:
-        """Return how many files to open ahead of the one in use; `local` on this machine."""
+        """Return the number of files to open ahead of the one in use; `local` on this machine."""
         return local
 
     # --- writing
@@ -212,9 +212,9 @@ class StoragePath(PurePosixPath, ABC):
     ) -> None:
         """Write a file from pieces, which appears once it is complete and flushed.
 
-        It gets mode and owner of the file that it replaces, or of the one beside it that `mode_of`
-        names, if files have these. If an exception is raised, such as an `OutputExistsError`,
-        nothing is left.
+        It gets mode and owner of the file that it replaces, or of its neighbor `mode_of`, if the
+        storage has these. If an exception is raised, such as an `OutputExistsError`, no file is
+        left.
         """
 
     @abstractmethod
@@ -267,7 +267,7 @@ class StoragePath(PurePosixPath, ABC):
 def file_inside(
     directory: StoragePath, name: str, stated_by: StoragePath, *, weights: bool = False
 ) -> StoragePath:
-    """Return the path of a file that a checkpoint names, which must be in its directory.
+    """Return the path of a file that a checkpoint lists; it must be in its directory.
 
     It may be a link to a file in the directory, to one of the same name, or, in a hub cache, to one
     of its ``blobs``. Files of `weights` may also be in subdirectories, and be links to any file.
@@ -305,7 +305,7 @@ def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a name is one of temporary files, which only killed runs leave."""
+    """Return True for names of temporary files, which only killed runs leave."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Reading many files: some are opened ahead, few are open at once; changed files are detected."""
+"""Reads many files: opens some ahead, keeps few open, and detects changed files."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 AHEAD_BYTES: Final = 24 << 20
-"""Bytes of a store that are requested and were not read yet."""
+"""Maximum bytes requested from a store and not read yet."""
 _MAX_OPEN: Final = 64
 _MAX_HEADER_FILES: Final = 256
 
@@ -33,9 +33,9 @@ def prefetch_map(
 ) -> Generator[Iterator[_Found], None, None]:
     """Yield an iterator over the results of a call for every item, in order.
 
-    Threads, by default `ahead` of them, make up to `ahead` calls before their results are used;
-    with 0 the calling thread makes each. An exception is raised in place of the result of its item.
-    Calls that run at the end of the block are waited for only if `workers` is given.
+    Threads, by default `ahead` of them, make up to `ahead` calls before the results are used. With
+    0 the calling thread makes each call. An exception replaces the result of its item. The end of
+    the block waits for running calls only if `workers` is given.
 
     >>> with prefetch_map("abc", str.upper, 2) as results:
     ...     list(results)
@@ -74,7 +74,7 @@ def prefetch_map(
 
 
 class OpenFiles:
-    """Source files that one thread reads; of many, the one used least recently is closed."""
+    """Source files of one thread; the least recently used are closed."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[StoragePath, SourceFile] = OrderedDict()
@@ -120,7 +120,7 @@ class HeaderFiles:
 
     @contextmanager
     def file(self, path: StoragePath) -> Iterator[SourceFile]:
-        """Open a file for the length of a block."""
+        """Open a file for the duration of a block."""
         if path.requests:
             yield self._kept(path)
         else:
@@ -131,14 +131,14 @@ class HeaderFiles:
 class Snapshot(NamedTuple):
     """The identities of files, taken before a checkpoint is opened.
 
-    `check_unchanged` is called after all reads: of files that were written meanwhile, old and new
-    parts may have been read.
+    Call `check_unchanged` after all reads: if a file was rewritten meanwhile, old and new parts may
+    have been mixed.
     """
 
     place: StoragePath
     """A file, or a directory."""
     nested: bool
-    """Whether files in subdirectories are included."""
+    """True if files in subdirectories are included."""
     files: Mapping[StoragePath, Identity]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""JSON from untrusted files: strict, bounded in memory; errors name the file, key and value."""
+"""Parses JSON from untrusted files with bounded memory; errors name the file, key and value."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from shardspec.text import shown
 _Kind = TypeVar("_Kind")
 
 _ROOM_BYTES: Final = 448 << 20
-"""The memory that a text and its values may take: a safetensors header of some 400,000 tensors."""
+"""Maximum memory of a text and its values: a safetensors header of some 400,000 tensors."""
 _COSTS: Final = {b"[": 72, b"{": 72, b":": 120, b",": 40, b'"': 24}
 """Roughly the memory for what follows each of these characters."""
 _MOST_CONFIG_BYTES: Final = 1 << 24
@@ -23,7 +23,7 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def is_size(value: object) -> bool:
-    """Say whether a value is a whole number from 0 to 2**63 - 1."""
+    """Return True for a whole number from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -38,7 +38,7 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
         lambda value: isinstance(value, list) and all(map(is_size, value)),
     ),
 }
-"""What a value of a kind is, in words, and the check."""
+"""Kind of value to its description and check."""
 
 
 def parse_json(
@@ -48,9 +48,9 @@ def parse_json(
     room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
-    """Return the value that bytes hold as JSON, in which no key is repeated; `what` names it.
+    """Parse JSON without repeated keys; `what` names it in errors.
 
-    Objects are replaced by what `shrink` makes of them.
+    Objects are replaced by the results of `shrink`.
     """
 
     def fail(problem: str) -> Never:
@@ -128,7 +128,7 @@ def read_json(
     room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> dict[str, Any]:
-    """Return the object that a file holds as JSON; see `parse_json`."""
+    """Return the JSON object in a file; see `parse_json`."""
     with path.open() as file:
         # More is refused by its size.
         data = file.read(0, min(file.num_bytes, room_bytes // 3 + 1))
@@ -137,7 +137,7 @@ def read_json(
 
 
 def json_beside(directory: StoragePath, name: str) -> object:
-    """Return the content of a JSON file in a directory; None if there is none to be read."""
+    """Return the content of a JSON file in a directory; None if there is no readable one."""
     if not (directory / name).is_file():
         return None
     with file_inside(directory, name, directory).open() as file:

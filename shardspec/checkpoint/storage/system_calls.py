@@ -1,4 +1,4 @@
-"""System calls in the form that storage needs: locks, full reads and writes, renames, flushes."""
+"""Wraps system calls for storage: locks, full reads and writes, renames, flushes."""
 
 import errno
 import fcntl
@@ -19,8 +19,8 @@ EXCHANGE: Final = 2
 _HERE: Final = -100
 """AT_FDCWD: paths are as usual."""
 _WRITE_BYTES: Final = 128 << 10
-"""Bytes written by one call, as `cat` does. Linux makes the pages of its cache no larger: small
-pages are more work, and large ones can be slow to allocate."""
+"""Bytes per write call, as in `cat`. Linux makes no larger pages in its cache: small pages are more
+work, and large ones can be slow to allocate."""
 
 
 def reserve(fd: int, num_bytes: int) -> None:
@@ -45,7 +45,7 @@ def lock(fd: int) -> bool | None:
 
 
 def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from a file; return how many bytes are missing as the file ends."""
+    """Fill a buffer from a file; return the number of bytes missing at the end of the file."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
@@ -64,7 +64,7 @@ def write_all(fd: int, data: memoryview, offset: int, path: StoragePath) -> None
 
 
 def begin_flush(fd: int) -> None:
-    """Let the disk begin with what was written to a file, where the system can (Linux)."""
+    """Start flushing the written bytes of a file to the disk, on systems that can (Linux)."""
     import ctypes
 
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -102,8 +102,8 @@ def finish(
 ) -> None:
     """Give a new file or directory the owner and mode of an older one, and flush it.
 
-    Without an older one of the same kind it gets owner, group and mode of `otherwise`, and without
-    these the usual mode.
+    Without an older one of the same kind it gets owner, group and mode of `otherwise`, or else the
+    default mode.
     """
     fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,1 +1,1 @@
-"""Files of torch, read and written without it: zips, and pickles that are never run."""
+"""Reads and writes files of torch without it: zips, and pickles that are never executed."""

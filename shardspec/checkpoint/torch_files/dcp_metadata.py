@@ -1,4 +1,4 @@
-"""The ``.metadata`` of torch's distributed checkpoints: the chunks of tensors, and their places.
+"""Reads the ``.metadata`` of torch's distributed checkpoints: chunks of tensors and their places.
 
 It is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
 strategies/torch.py and resharding.py of megatron/core/dist_checkpointing.
@@ -24,9 +24,9 @@ from shardspec.resharding.state import KeyPath, Place
 
 METADATA_NAME: Final = ".metadata"
 _ROOM_PER_BYTE: Final = 24
-"""For the metadata of millions of chunks, which take half of that."""
+"""Bytes of memory per byte of metadata; millions of chunks take half of that."""
 Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
-"""The places of entries, by name and, for a chunk, its offsets."""
+"""Places of entries by (name, offsets of the chunk or None)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def read_metadata(
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
     """Return the entries, their places, and Megatron-core's facts about flat tensors.
 
-    The last value has the keys of entries in the nested state dict that was saved.
+    The last value has the keys of entries in the saved nested state dict.
     """
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
@@ -114,7 +114,7 @@ def read_metadata(
 
 
 def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
-    """Yield the names of entries that are not keys themselves, and the keys in the metadata."""
+    """Yield the names of entries that differ from their key, and the keys in the metadata."""
     for name, keys in planned.items() if isinstance(planned, dict) else ():
         # To torch, a number is a position in a list.
         if is_text(name) and isinstance(keys, tuple) and keys != (name,):
@@ -155,9 +155,9 @@ def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
 def outline_of(
     name: str, entry: Record, places: Places, ranks: Mapping[StoragePath, int], flat: object
 ) -> tuple[Outline[StoredChunk], bool]:
-    """Return a tensor as the metadata describes it, and whether that lists a chunk twice.
+    """Return a tensor as the metadata describes it, and True if a chunk is listed twice.
 
-    Raises ValueError or TypeError if the metadata contradicts itself.
+    Raises ValueError or TypeError if the metadata is inconsistent.
     """
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
@@ -220,7 +220,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...
 
 
 def is_text(name: object) -> TypeGuard[str]:
-    """Return whether a name is text that can be encoded: a pickle may have lone surrogates."""
+    """Return True for text that can be encoded: a pickle may contain lone surrogates."""
     try:
         return isinstance(name, str) and name.encode() is not None
     except UnicodeEncodeError:

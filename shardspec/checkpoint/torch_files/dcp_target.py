@@ -1,4 +1,4 @@
-"""Writing torch's distributed checkpoints: `.metadata` and a file for each rank that stores a box.
+"""Writes torch's distributed checkpoints: `.metadata`, and a file per rank that stores a box.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
@@ -101,7 +101,7 @@ def _trailer(extents: Sequence[catalog.Extent], crcs: Sequence[int]) -> Iterator
 
 
 def _raw_value(value: object, start: int) -> list[catalog.RawBytes]:
-    """Return the bytes, from a position on, of a value that is not a tensor."""
+    """Return the stored bytes, at a file position, of a value that is not a tensor."""
     if not isinstance(value, StoredObject):
         return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
     first, *rest = catalog.copied_bytes(*value, start)

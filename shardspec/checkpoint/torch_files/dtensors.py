@@ -1,4 +1,4 @@
-"""Values that `torch.save` wrote, with DTensors: local tensor, global shape and placements.
+"""Reads DTensors from `torch.save` files: local tensor, global shape and placements.
 
 torch has changed twice how it stores the mesh of a DTensor: as a tensor of ids, as one layout over
 a list of ids, and as one such layout per axis. All three are read. Source: ``device_mesh.py``,
@@ -68,7 +68,7 @@ class _DTensors:
         """The mesh of each record, and the rank that saved it, if recorded."""
 
     def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
-        """Return what ``_rebuild_from_type_v2`` makes: a DTensor, or a tensor with attributes."""
+        """Return the result of ``_rebuild_from_type_v2``: a DTensor or tensor with attributes."""
         if not (
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
@@ -148,7 +148,7 @@ class _DTensors:
         return _make_mesh(tuple(ids[first + offset] for offset in offsets), shape, axis_names)
 
     def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
-        """Return the ids in a small tensor, whose storage other tensors may share."""
+        """Return the ids in a small tensor; other tensors may share its storage."""
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         name = f"data/{tensor.storage.key}"
         num_bytes = self._archive.record(name).num_bytes

@@ -1,4 +1,4 @@
-"""Names of torch files that are not read alone, since ranks have one each, and what helps."""
+"""Recognizes torch files of one rank, which cannot be read alone, and lists remedies."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -36,12 +36,12 @@ PARTS: Final = {
     ),
     META: (META_FILE, _ALL_OF_THEM),
 }
-"""Formats with a file for each rank: pattern of the files, and what helps. A file whose number is 0
-may be the only one."""
+"""Formats with a file per rank: pattern of file names, and remedy. A file with number 0 may be the
+only one."""
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
-    """Return which of `PARTS` a file is one of, by its name and those beside it."""
+    """Return the key in `PARTS` of a file, by its name and those beside it; None if it is none."""
     for kind, (pattern, _) in PARTS.items():
         match = pattern.fullmatch(name)
         if match is None:
@@ -60,5 +60,5 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
 
 
 def part_text(kind: str) -> str:
-    """Return what a file of one of `PARTS` is, for errors."""
+    """Return the description of a file of one of `PARTS`, for errors."""
     return f"one of several files of {kind}, which are not read one by one; {PARTS[kind][1]}"

@@ -1,4 +1,4 @@
-"""State dicts in files of `torch.save`, read and written without torch.
+"""Reads and writes state dicts in `torch.save` files without torch.
 
 Nested dicts are flattened with dots, and lists that contain tensors with dots and numbers, so that
 ``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
@@ -57,7 +57,7 @@ _MAX_DEPTH: Final = 64
 _MAX_PLAIN_PARTS: Final = 100_000
 _MAX_PLAIN_DEPTH: Final = 100
 _MAX_PLAIN_BYTES: Final = 1 << 20
-"""Larger bytes, such as states of data loaders, would fill the memory; DCP's are copied unread."""
+"""Maximum size of plain bytes; larger ones, such as data loader states, would fill the memory."""
 _MAX_OPAQUE_PARTS: Final = 1 << 17
 
 
@@ -84,13 +84,13 @@ class Contents(NamedTuple):
     tensors: dict[str, TorchTensor]
     others: dict[str, object]
     paths: dict[str, KeyPath]
-    """The keys of those names that are not keys themselves."""
+    """Keys of the names that differ from their key."""
 
 
 def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
     """Return the contents of files of `torch.save`; the bytes of tensors are not read.
 
-    Raises CheckpointError if one is damaged, or is not of a state dict.
+    Raises CheckpointError if a file is damaged, or contains no state dict.
     """
 
     def look(path: StoragePath) -> TorchState:
@@ -131,7 +131,7 @@ def _kind_of(value: object) -> str:
 def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     """Return the contents of a value whose keys in the state dict are `at`.
 
-    Raises PickleError if two entries get one flat name, or the value nests too deep.
+    Raises PickleError if two entries get the same flat name, or the value is nested too deep.
     """
     contents = Contents({}, {}, {})
     tensors, others, paths = contents
@@ -201,7 +201,7 @@ def _visit(depth: int, budget: Iterator[int], path: StoragePath) -> None:
 def plain_value(value: object, archive: TorchZip | None = None) -> object:
     """Return a value made of None, numbers, texts, bytes, lists, tuples, dicts and `OpaqueValue`s.
 
-    `archive` is the zip that it was read from; objects with tensors are compared by its CRC-32.
+    `archive` is its zip; objects with tensors are compared by its CRC-32.
     """
     parts = iter(range(_MAX_OPAQUE_PARTS))
     try:
@@ -297,7 +297,7 @@ def _opaque(
 
 
 def whole_tensor(name: str, path: StoragePath, tensor: StateTensor, rank: int = 0) -> StoredTensor:
-    """Return a tensor that is whole in the file of one rank."""
+    """Return a tensor that is stored completely in the file of one rank."""
     return unsharded_tensor(name, tensor.local.shape, tensor.local.dtype, path, *tensor.place, rank)
 
 

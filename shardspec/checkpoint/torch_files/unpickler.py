@@ -1,11 +1,11 @@
-"""Pickles read without importing or calling anything that they name.
+"""Reads pickles without importing or calling anything that they name.
 
-One loop follows the instructions that checkpoints need and refuses others. A name stands for an
-inert class of ours from a list, which keeps its arguments or makes a plain value of them. No
-instruction can change these classes, or values made of checked arguments: they refuse a state.
-Names that are not listed are refused, or stand for `Foreign` objects, which keep their arguments
-and items. Bounds on bytes, instructions, nesting and keys keep a pickle from filling the memory or
-taking long. Lib/pickletools.py of CPython describes the instructions.
+One loop executes the instructions that checkpoints need and refuses others. A listed name is
+replaced by an inert class, which keeps its arguments or makes a plain value of them. No instruction
+can change these classes, or values made of checked arguments: they refuse a state. Names that are
+not listed are refused, or replaced by `Foreign` objects, which keep their arguments and items.
+Limits on bytes, instructions, nesting and keys bound memory and time. Lib/pickletools.py of CPython
+describes the instructions.
 """
 
 import gc
@@ -20,7 +20,7 @@ from shardspec.text import printable, shown
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 _ROOM_BYTES: Final = 320 << 20
-"""The memory that the values of a pickle may take."""
+"""Maximum memory of the values of a pickle."""
 _PLACE_BYTES: Final = 16
 _COSTS: Final = [_PLACE_BYTES] * 256
 """Roughly the memory for the result of each instruction, with its place on the stack."""
@@ -45,12 +45,12 @@ _ITEM_COSTS: Final = dict.fromkeys(b"su", 50) | dict.fromkeys(b"\x90\x91", 110)
 _MAX_INT_BYTES: Final = 64
 _MAX_KEY_PARTS: Final = 66
 _MAX_ALIKE: Final = 10_000
-"""Limit of tuples as keys, and of numbers of more than 64 bits: they could have equal hashes."""
+"""Limit of tuples as keys, and of numbers over 64 bits: many could have equal hashes."""
 _SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
 _ARGUMENT_BYTES: Final = [
     sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
 ]
-"""Bytes of the number after each instruction; the number may be the length of what follows."""
+"""Bytes of the number after each instruction; it may be the length of further data."""
 _CONSTANTS: Final[dict[int, object]] = {0x4E: None, 0x29: (), 0x88: True, 0x89: False}
 _EMPTY: Final[dict[int, Callable[[], object]]] = {0x7D: dict, 0x5D: list, 0x8F: set}
 _TAKES: Final = dict.fromkeys(b"tue\x90\x91", 0) | {0x85: 1, 0x86: 2, 0x87: 3, 0x73: 2, 0x61: 1}
@@ -70,7 +70,7 @@ class PickleError(CheckpointError):
 
 
 class Global(type):
-    """The inert class that a name in a pickle stands for."""
+    """Inert class that replaces a name in a pickle."""
 
     name: str
     path: str  # module and name
@@ -92,7 +92,7 @@ class Global(type):
 
 
 PickledNames: TypeAlias = Mapping[str, Global]
-"""Full names, such as ``torch.float32``, to the classes that they stand for."""
+"""Full names, such as ``torch.float32``, to the classes that replace them."""
 
 
 class Record(metaclass=Global):
@@ -119,7 +119,7 @@ class Record(metaclass=Global):
         return f"<{self.name}>"
 
     def get(self, key: str) -> object:
-        """Return a member of the state; None if it has none of that name."""
+        """Return a member of the state; None if there is none of that name."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
@@ -133,7 +133,7 @@ class Foreign(Record):
     __slots__ = ("more",)
 
     more: list[object] | None
-    """Its items, and further states."""
+    """Items, and further states."""
 
     def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
         made = super().__new__(cls, *args)
@@ -180,7 +180,7 @@ def record_class(path: str, name: str = "") -> Global:
 
 
 def foreign_class(path: str) -> Global:
-    """Return the class that a name that is not on the list stands for."""
+    """Return the class that replaces a name that is not listed."""
     return Global(path, (Foreign,), {})
 
 
@@ -233,7 +233,7 @@ class _Unpickler:
         self._data, self._names, self._persistent = data, dict(names), persistent
         self._foreign, self._room_bytes = foreign, room_bytes
         self._alike = 0
-        """Tuples as keys and long numbers so far."""
+        """Number of tuple keys and long numbers so far."""
 
     def _named(self, module: object, name: object) -> Global:
         _require(isinstance(module, str) and isinstance(name, str))
@@ -243,7 +243,7 @@ class _Unpickler:
                 raise RefusedError(
                     f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
                     "checkpoint; nothing of it was run. If you trust its writer, save it again as "
-                    "a state dict of tensors and plain values"
+                    "tensors and plain values"
                 )
             self._names[path] = foreign_class(path)
         return self._names[path]
@@ -405,7 +405,7 @@ _ODD: Final = (
     *(LookupError, TypeError, ValueError, AttributeError, struct.error),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""Errors that a damaged pickle leads to."""
+"""Exceptions that a damaged pickle can cause."""
 
 
 @contextmanager
@@ -430,12 +430,12 @@ def unpickle(
     foreign: bool = False,
     room_per_byte: int = 0,
 ) -> object:
-    """Return the value of a pickle, in which the classes of `names` stand for those that it names.
+    """Return the value of a pickle, with its names replaced by the classes in `names`.
 
     `path` and `what` (``"metadata"``) are for errors. `persistent` resolves references to objects
-    outside the pickle. Names that are not listed stand for `Foreign` objects if `foreign` is set,
-    and are refused otherwise. The values may take `room_per_byte` for each byte, if that is more
-    than a fixed amount. Raises PickleError if the pickle is refused or damaged.
+    outside the pickle. Names that are not listed become `Foreign` objects if `foreign` is set, and
+    are refused otherwise. The memory limit of the values is `room_per_byte` per byte, or a fixed
+    amount if that is larger. Raises PickleError if the pickle is refused or damaged.
     """
     try:
         with no_collection():

@@ -1,4 +1,4 @@
-"""Tensors as `torch.save` describes them: shapes, placements, and the record with the bytes.
+"""Reads the tensors in `torch.save` pickles: shapes, placements, and the record of the bytes.
 
 The names that torch writes for tensors, parameters, storages, dtypes and DTensors are listed here;
 nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
@@ -40,7 +40,7 @@ class TorchStorage(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How a DTensor is sharded."""
+    """Mesh, placements and global shape of a DTensor."""
 
     shape: tuple[int, ...]  # sizes of the global tensor
     mesh: DeviceMesh
@@ -61,7 +61,7 @@ class TorchTensor(NamedTuple):
     storage: TorchStorage
     placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
-    """Whether the digest of its storage is checked with it: once for several views."""
+    """True if its storage's digest is checked with it: once for several views."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class TorchTensor(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether its storage has further bytes."""
+        """True if its storage has further bytes."""
         size, dtype = self.storage.size, self.storage.dtype
         return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
 
@@ -102,7 +102,7 @@ class TensorPlace(NamedTuple):
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether elements are contiguous; strides of dims of size 1 do not matter."""
+    """Return True if elements are contiguous; strides of dims of size 1 do not matter."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
@@ -252,9 +252,7 @@ def _complex(real: object, imag: object) -> Complex:
 def _sharded(*_: object) -> Never:
     raise UnsupportedError(
         "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only; "
-        "files of LOCAL_STATE_DICT do not say the shapes of parameters; load it with FSDP in a run "
-        "of as many ranks and save with torch.distributed.checkpoint (SHARDED_STATE_DICT), or give "
-        "FSDP a device_mesh"
+        "load it with FSDP and save SHARDED_STATE_DICT, or give FSDP a device_mesh"
     )
 
 

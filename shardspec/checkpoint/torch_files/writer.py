@@ -1,4 +1,4 @@
-"""Files of `torch.save`, laid out without torch: a pickle, in a zip whose tensors come later.
+"""Lays out `torch.save` files without torch: a zip with a pickle and the bytes of tensors.
 
 Python's own pickler imports the classes that it names; this one writes the few instructions that a
 state dict and torch's checkpoint metadata need. The zip is not compressed, and every record starts
@@ -40,7 +40,7 @@ class PickledCall(NamedTuple):
 
 
 class Made(NamedTuple):
-    """An object that is made without a call, and its state."""
+    """An object that is created without a call, and its state."""
 
     kind: object
     state: object = None
@@ -53,7 +53,7 @@ class Outside(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A dict with unhashable keys, or too large for all items to be in memory."""
+    """A dict with unhashable keys, or with too many items to be in memory at once."""
 
     items: Iterable[tuple[object, object]]
 

@@ -1,8 +1,8 @@
-"""The zip that `torch.save` writes: the places of its records, which are not read.
+"""Locates the records in a `torch.save` zip without reading them.
 
 Records are stored uncompressed and aligned by padding, so that a tensor's bytes can be read in
-place. `zipfile` reads the directory at the end. Compression, and records that share bytes or a
-name, are refused, as torch never writes them. A record's own header only gives the start of its
+place. `zipfile` reads the directory at the end. Compressed records, and records that share bytes or
+a name, are refused: torch never writes them. A record's own header only gives the start of its
 bytes. Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`` of torch.
 """
 
@@ -25,7 +25,7 @@ _ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES  # what follows the direct
 _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
-"""Read at once from the end, enough for the directory of a single tensor."""
+"""Bytes of the first read at the end of a file: the directory of a single tensor."""
 _MAX_PICKLE_BYTES: Final = 32 << 20
 """Some 200,000 tensors, whose bytes are records of their own."""
 _MAX_DIRECTORY_BYTES: Final = 16 << 20
@@ -87,7 +87,7 @@ class TorchZip:
         return start
 
     def is_intact(self, file: SourceFile, name: str) -> bool:
-        """Return whether the bytes of a record have its CRC-32, if that was taken."""
+        """Return True if the bytes of a record match its CRC-32, or it has none."""
         record, start = self.record(name), self.start(file, name)
         return record.crc32 in (None, crc32_of(file, start, record.num_bytes))
 
@@ -184,7 +184,7 @@ def _contradiction(what: str, problem: object) -> CheckpointError:
 
 
 def _no_zip(head: bytes) -> str:
-    """Return the problem of a file that does not end like a zip of torch, by its first bytes."""
+    """Return the error text for a file that is not a torch zip, by its first bytes."""
     again = "load it with torch.load and save it again"
     if head.startswith(b"PK\3\4"):
         return "does not end as torch.save ends a file; it was cut short, restore it"
