@@ -1,1 +1,1 @@
-"""Boxes on disk: saving with sharding info, loading, inspecting and merging. Plain Python."""
+"""Saves, loads, inspects, merges and reshards checkpoints on disk; imports no torch to read."""

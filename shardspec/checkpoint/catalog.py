@@ -1,4 +1,4 @@
-"""Contents of checkpoints: tensors with boxes and their bytes, and the files of an output."""
+"""Types for the contents of checkpoints: tensors, their boxes, and the files of an output."""
 
 from abc import ABC, abstractmethod
 from array import array
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _MAX_NAME_CHARS: Final = 1 << 16
 
 ZEROS: Final = storage_path("/dev/zero")
-"""The path of boxes that no file stores, since they are zeros; it is never opened."""
+"""Path of boxes of zeros, which no file stores; it is never opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """CRC-32 of a range of a file, which holds a box and perhaps more."""
+    """CRC-32 of a range of a file that contains a box, and possibly other bytes."""
 
     crc32: int
     start: int
@@ -45,23 +45,23 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """A part of a tensor in a file; where it starts there need not be known."""
+    """One stored box of a tensor, without its file offset."""
 
     box: Box
-    """Which part of the global tensor; never empty."""
+    """Box in the global tensor; never empty."""
     addend: tuple[int, ...]
-    """Which addend of a pending reduction, one index per entry of `StoredTensor.pending`."""
+    """Index of the addend in each pending reduction of `StoredTensor.pending`."""
     rank: int
-    """Physical id of the device that wrote it."""
+    """Physical id of the device that wrote the box."""
     path: StoragePath
 
 
 class Computed(Protocol):
-    """Makes the bytes of a tensor from those of others, as if they lay in a file, row-major."""
+    """Computes the row-major bytes of a tensor from those of other tensors."""
 
     @property
     def reads(self) -> "Mapping[StoragePath, int]":
-        """The files that it is made from, and the number of bytes from each."""
+        """Source files, and the number of bytes read from each."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
@@ -71,22 +71,22 @@ class Computed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(FileBox):
-    """A part of a tensor with its place in the file."""
+    """One stored box of a tensor, with its file offset."""
 
     offset: int
-    """Position in the file of its first byte."""
+    """Position of the first byte in the file."""
     digest: Digest | None = None
-    """Of all its bytes, where the format has one."""
+    """Digest of all its bytes; None if the format has none."""
     strides: tuple[int, ...] | None = None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     computed: Computed | None = None
-    """Makes the bytes where no file has them; `path` is then the file that most of them are made
+    """Computes the bytes if no file stores them. Then `path` is the file that most are computed
     from, and `offset` a position in the computed bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A reduction over a mesh axis that is pending: readers finish it."""
+    """A pending reduction over a mesh axis, which readers finish."""
 
     op: ReduceOp
     addends: int
@@ -98,7 +98,7 @@ AnyBox = TypeVar("AnyBox", bound=FileBox)
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[_Box_co]):
-    """What plans need to know of a tensor: how it is sharded, and which files have its boxes."""
+    """Shape, dtype, spec and boxes of a tensor, with the files but without file offsets."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,11 +106,11 @@ class Outline(Generic[_Box_co]):
     dtype: str
     """torch's name of the element type."""
     spec: ShardingSpec | None
-    """How it is sharded, where the format says so; axes by number."""
+    """Sharding spec, axes by number; None if the format does not record it."""
     pending: tuple[StoredReduction, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
     boxes: tuple[_Box_co, ...]
-    """All stored boxes, replicas too. Tensors that are sharded alike may share one tuple."""
+    """All stored boxes, replicas too. Tensors with the same layout may share one tuple."""
 
     @property
     def num_bytes(self) -> int:
@@ -124,15 +124,15 @@ class Outline(Generic[_Box_co]):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
-    """A tensor of a checkpoint and the places of all its boxes."""
+    """A tensor of a checkpoint and the file offsets of all its boxes."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
-"""Of a tensor whose boxes need not have places."""
+"""Outline of a tensor with or without file offsets."""
 
 
 class StoredObject(NamedTuple):
-    """What torch's DCP stores of an entry that is not a tensor: a pickle, copied as it is."""
+    """Pickle that torch's DCP stores for an entry that is not a tensor; copied unread."""
 
     path: StoragePath
     offset: int
@@ -147,9 +147,9 @@ class OpaqueValue:
     digest: str | None = field(default=None, compare=False)
     """Digest of everything in it; None if it cannot be compared."""
     tensors: bool = field(default=False, compare=False)
-    """Whether there are tensors in it, or may be."""
+    """True if it contains tensors, or may contain them."""
     inside: bool = field(default=True, compare=False)
-    """False if it only mentions something beside the checkpoint."""
+    """False for a file the checkpoint refers to but does not contain."""
 
     def __repr__(self) -> str:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
@@ -165,7 +165,7 @@ def is_plain_entry(value: object) -> bool:
 
 
 def opaque_parts(value: object) -> Iterator[OpaqueValue]:
-    """Yield what a value of `extras` has that is not plain."""
+    """Yield the parts of a value of `extras` that are not plain."""
     if isinstance(value, OpaqueValue):
         yield value
     elif isinstance(value, dict):
@@ -175,7 +175,7 @@ def opaque_parts(value: object) -> Iterator[OpaqueValue]:
 
 
 def distinct(tensor: Outline[AnyBox]) -> tuple[AnyBox, ...]:
-    """Return the boxes of a tensor without replicas: of each part, the one stored first."""
+    """Return the boxes of a tensor without replicas: the first stored copy of each."""
     first: dict[ReplicaKey, AnyBox] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.box, stored.addend), stored)
@@ -186,7 +186,7 @@ class FileMetadata(NamedTuple):
     """The metadata of all safetensors files of a checkpoint."""
 
     values: Mapping[str, str] = MappingProxyType({})
-    """Values on which the files agree."""
+    """Values that are the same in all files."""
     contradictions: Mapping[str, tuple[StoragePath, StoragePath]] = MappingProxyType({})
     """Keys for which two files have different values, and these files."""
 
@@ -196,32 +196,32 @@ NO_METADATA: Final = FileMetadata()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """Everything that is known of a checkpoint besides its tensors and values.
+    """Facts about a checkpoint other than its tensors and values.
 
-    A catalog made of another one passes it on whole, and replaces what names tensors.
+    A derived catalog copies them, and replaces the fields that contain names of tensors.
     """
 
     snapshot: Snapshot | None = None
     """State of the files before they were opened; `open_checkpoint` takes it."""
     below: tuple[Snapshot, ...] = ()
-    """The same for directories below with some of the files, where an index names them."""
+    """Snapshots of subdirectories with files that an index names."""
     file_metadata: FileMetadata = NO_METADATA
     notes: tuple[str, ...] = ()
     """Assumptions made when it was opened: lines for the user."""
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
-    """Those of `extras` that can be copied into torch's DCP unread."""
+    """Entries of `extras` that can be copied into torch's DCP unread."""
     pickled: Mapping[str, Sequence[StoredTensor]] = field(default_factory=dict)
-    """Tensors within `objects` that are copied whole, and are not among its tensors."""
+    """Tensors inside copied `objects`, which the catalog does not list separately."""
     restored: bool = False
     """True if the format stores nesting and plain values."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Keys of tensors and values in a nested state dict, where their names are not the keys."""
+    """Keys in the nested state dict, for names that differ from their key."""
     described_in: StoragePath | None = None
-    """Directory of the model's config and tokenizer, if not the one of the checkpoint."""
+    """Directory of the model's config and tokenizer; None for that of the checkpoint."""
     filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
+    """Names of the missing tensors that were taken from another checkpoint."""
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the tensors that it lacks because their sources were dropped."""
+    """Shapes of the tensors that are missing because their sources were dropped."""
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
     quantization: Mapping[str, object] | None = None
@@ -232,10 +232,10 @@ NO_FACTS: Final = CheckpointFacts()
 
 
 class Catalog:
-    """A checkpoint that is open for reading.
+    """An open checkpoint.
 
-    Most formats list all tensors when it is opened; for others a subclass looks each up, and the
-    last ones are kept.
+    Most formats list all tensors when it is opened. For the others a subclass looks up each tensor
+    on demand, and caches the most recent ones.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Catalog:
 
     @property
     def home(self) -> StoragePath:
-        """The directory in which its files are."""
+        """Directory of its files."""
         return self.directory if self.directory.is_dir() else self.directory.parent
 
     @property
@@ -289,26 +289,26 @@ class Catalog:
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors at the same places; reads what `outline` does."""
+        """Return a key that is equal for tensors with the same stored bytes; reads as `outline`."""
         boxes = self.tensor(name).boxes
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
     def as_stored(self) -> "Catalog":
-        """Return the checkpoint with its `objects` whole, even where they have tensors."""
+        """Return a view that does not unpack tensors inside pickled objects."""
         return self
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
-        """Return whether digests show that replicas are equal; reads no more than `outline`."""
+        """Return True if digests prove that replicas are equal; reads no more than `outline`."""
         return False
 
     wants_digests: frozenset[str] = frozenset()
     """Names of the tensors whose digests `check_written` needs."""
 
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
-        """Check the digests of what was written, before it appears."""
+        """Check the digests of the written tensors, before the output is published."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files are still those that were opened, and what lies `beside` them too.
+        """Check that the files, and with `beside` their neighbors, are unchanged since opening.
 
         To be called after all reads.
         """
@@ -322,9 +322,9 @@ class Catalog:
 
 
 class DerivedCatalog(Catalog, ABC):
-    """A view of another checkpoint, whose tensors are made of it when they are looked up.
+    """A view of another checkpoint that derives each tensor when it is looked up.
 
-    It has the facts of the other one, but those that name tensors where names change.
+    It copies the facts of the other one, except those with names of tensors if names change.
     """
 
     def __init__(
@@ -341,10 +341,10 @@ class DerivedCatalog(Catalog, ABC):
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor that is made."""
+        """Return a derived tensor."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files of the other one are still those that were opened."""
+        """Check that the files of the other checkpoint are unchanged since opening."""
         self.base.check_unchanged(beside)
 
 
@@ -354,7 +354,7 @@ def box_text(box: Box) -> str:
 
 
 ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
-"""A box, and which addend of the pending reductions it is. Replicas have the same key."""
+"""A box and its index in each pending reduction. Replicas have the same key."""
 
 
 def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
@@ -364,7 +364,7 @@ def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
 
 
 def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
-    """Return the boxes of a device that are not empty; several if the spec has parts."""
+    """Return the nonempty boxes of a device; several if the spec has parts."""
     at = layout.mesh.coordinates(physical_id)
     addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
     if layout.spec.is_plain:
@@ -377,7 +377,7 @@ def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
 
 @lru_cache(32)
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return every box that is not empty and the devices that hold it, in the order of the mesh."""
+    """Return every nonempty box and the devices that store it, in the order of the mesh."""
     holders: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         for part in replica_keys(layout, physical_id):
@@ -387,7 +387,7 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box of the full tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -429,7 +429,7 @@ class BoxEntry(NamedTuple):
 def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape under which a file stores boxes of one tensor, one after the other.
 
-    It is that of a single box, else, as for parts, the number of elements.
+    A single box keeps its shape. Several boxes (parts of one shard) are stored as a flat array.
     """
     return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
 
@@ -457,7 +457,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return box_size(whole_box(self.shape)) * item_bytes(self.dtype)
 
 
@@ -475,11 +475,11 @@ class Extent(NamedTuple):
 
 
 class RawBytes(NamedTuple):
-    """Bytes of a file that belong to no tensor, such as a header."""
+    """Bytes of a file outside of tensors, such as a header."""
 
     offset: int
     data: bytes | Callable[[], bytes]
-    """A function makes them when they are written."""
+    """The bytes, or a function that makes them at the time of writing."""
 
     def made(self) -> bytes:
         """Return the bytes."""
@@ -504,7 +504,7 @@ class OutputFile(NamedTuple):
 
     @property
     def other_bytes(self) -> int:
-        """Bytes that are no tensor's."""
+        """Number of bytes outside of tensors."""
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
 
@@ -538,23 +538,23 @@ class Listing(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Entries that are not tensors and go along into an output."""
+    """Entries that are not tensors and are copied into an output."""
 
     names: frozenset[str]
-    """In the checkpoint."""
+    """Names in the checkpoint."""
     values: Mapping[str, object]
-    """By their names in the output: plain ones, and those that are copied as they are stored."""
+    """Name in the output to value: a plain value, or an object that is copied unread."""
     paths: Mapping[str, KeyPath]
-    """The keys of tensors and values in a nested state dict, by those names of the output."""
+    """Name in the output to the keys of a tensor or value in the nested state dict."""
 
 
 class Target(NamedTuple):
-    """A whole output: one file, or a directory of files."""
+    """An output to be written: one file, or a directory of files."""
 
     files: tuple[OutputFile, ...]
     directory: bool
     tensors: Sequence[OutputTensor]
-    """All that are written; empty ones may be in no file."""
+    """All tensors of the output; empty ones may be in no file."""
     listing: Listing | None = None
     digested: bool = False  # whether the format needs the CRC-32 of every extent
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
@@ -564,7 +564,7 @@ class Target(NamedTuple):
     sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
     same: Mapping[str, str] = MappingProxyType({})
-    """Tensor to the one whose bytes it shares in the files, which are written once."""
+    """Tied tensor to the tensor whose bytes it shares; they are written once."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Opens checkpoints: finds out which format a path has, and what of it to read."""
+"""Opens checkpoints: recognizes the format of a path, and finds the files to read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from shardspec.text import Argument, first_of, natural_order
 _HEAD_BYTES: Final = 16
 _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
-"""Most directories that are searched: a wrong path may be that of a whole disk."""
+"""Maximum number of directories to search: a wrong path may be an entire disk."""
 _SHOWN: Final = 3
 _WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
 _NOT_READ: Final = (
@@ -58,7 +58,7 @@ _NOT_READ: Final = (
         "name the model beside it, or save optimizers as torch_dist",
     ),
 )
-"""What is recognized and not read: its name, its files, and what helps."""
+"""Formats that are recognized but not read: name, pattern of file names, and remedy."""
 
 
 class _Place(NamedTuple):
@@ -66,10 +66,10 @@ class _Place(NamedTuple):
 
     place: StoragePath
     home: StoragePath
-    """Where all its files lie."""
+    """Directory of all its files."""
     format: Format
     note: str = ""
-    """For the user: how it was found."""
+    """Note for the user about how it was found."""
 
 
 def open_checkpoint(
@@ -78,14 +78,14 @@ def open_checkpoint(
     ranks: int | None = None,
     source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> Catalog:
-    """Open a checkpoint; what describes it is read and checked, its data is not.
+    """Open a checkpoint; its metadata is read and checked, its data is not.
 
-    `path` is a directory in any of the formats that are read, a file of one rank of those, one
-    safetensors file, one file of `torch.save`, or the index of several; here, or in a store by its
-    URL. For formats that do not say it themselves, `ranks` is how many ranks have written files,
-    and `source_rules` how they have sharded tensors: pattern of names to spec, or the path of a
-    TOML file (`shardspec.checkpoint.formats.cut_rules`). Raises `CheckpointError` if it is
-    missing, holds no finished save, contradicts itself, or says itself what the caller has added.
+    `path` is a directory in a supported format, a file of one rank in it, one safetensors file, one
+    file of `torch.save`, or the index of several; on this machine, or the URL of an object store.
+    Some formats do not record the sharding. For these, `ranks` is the number of ranks that wrote
+    files, and `source_rules` maps name patterns to specs, or is the path of a TOML file of rules
+    (`shardspec.checkpoint.formats.cut_rules`). Raises `CheckpointError` if the checkpoint is
+    missing, unfinished or inconsistent, or if it records itself what the caller passes.
     """
     return open_checkpoints((path,), ranks=ranks, source_rules=source_rules)[0]
 
@@ -114,7 +114,7 @@ def open_checkpoints(
 
 
 def as_catalog(checkpoint: PurePath | str | Catalog) -> Catalog:
-    """Return a checkpoint that may be open already."""
+    """Return a checkpoint; open it first if it is a path."""
     return open_checkpoint(checkpoint) if isinstance(checkpoint, PurePath | str) else checkpoint
 
 
@@ -129,7 +129,7 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
 
 @contextmanager
 def _reported(place: StoragePath) -> Iterator[None]:
-    """Turn errors of the system into a CheckpointError."""
+    """Convert operating system errors into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -177,7 +177,7 @@ def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place
 
 
 def _find_file(place: StoragePath) -> _Place:
-    """Return the checkpoint that a file is, or is a part of."""
+    """Return the checkpoint that consists of a file, or contains it."""
     if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
@@ -207,12 +207,12 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint that a file is, perhaps with others beside it."""
+    """Return the checkpoint that consists of a file, or of it and others beside it."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
 def _nearby(place: StoragePath, names: Sequence[str]) -> str:
-    """Return which checkpoints lie below a directory, or which files in it could be one."""
+    """Return the checkpoints below a directory, or the files in it that could be one."""
     start = "is not a checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
@@ -243,7 +243,7 @@ def _names(directory: StoragePath) -> list[str]:
 
 
 def _not_read(names: Sequence[str]) -> str | None:
-    """Return what a directory with these names, or a file, is that is not read, and what helps."""
+    """Return the unsupported format of a directory with these names, or of a file, and a remedy."""
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in names):
             return f"is of {kind}, which is not read; {remedy}"

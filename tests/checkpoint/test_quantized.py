@@ -164,8 +164,8 @@ def test_at_the_command_line_a_cast_is_one_line(tmp_path):
             remedy = "give these their own dtypes"
         assert done.stderr == (
             "Error: cannot cast to bfloat16: tensor 'a.weight._data' is quantized "
-            "('a.weight._scale' goes with it), and codes and scales mean something only as they "
-            f"are; leave out --dtype, {remedy}, or dequantize first with the tool that wrote them\n"
+            "('a.weight._scale' goes with it), and a cast would corrupt codes and scales; "
+            f"leave out --dtype, {remedy}, or dequantize first with the tool that wrote them\n"
         )
 
 

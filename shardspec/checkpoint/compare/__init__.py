@@ -1,1 +1,1 @@
-"""Checkpoints inspected, verified, compared and digested."""
+"""Inspects, verifies, compares and digests checkpoints."""

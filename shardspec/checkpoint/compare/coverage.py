@@ -35,17 +35,17 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 _Result = TypeVar("_Result")
 _Place: TypeAlias = tuple[StoragePath, Computed | None]
-"""A file, and what is made of it."""
+"""A file, and the tensor computed from it, if any."""
 Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
-"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
+"""A region of a tensor, and the indices of the boxes that cover it: none, or several."""
 
 
 @lru_cache(_MOST_KINDS)
 def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
 
-    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
-    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
+    Sweeps along the first dim. Between two neighboring cuts the set of boxes is constant, and
+    the remaining dims are swept recursively. A grid of n boxes takes O(n log n) per dim.
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
@@ -72,9 +72,9 @@ def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
 
 
 def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
-    """Check that the boxes of a tensor tile it, once for every addend that is pending.
+    """Check that the boxes of a tensor tile it, once for every addend of a pending reduction.
 
-    Returns groups of two or more boxes that claim the same part: their bytes must agree.
+    Returns groups of two or more replicas, whose bytes must be equal.
     """
     same: dict[ReplicaKey, list[AnyBox]] = {}
     for stored in tensor.boxes:
@@ -149,7 +149,7 @@ def element_index(box: Box, element: int) -> tuple[int, ...]:
 def read_both(
     a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
 ) -> Iterator[tuple[Box, memoryview, memoryview]]:
-    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
+    """Yield the common blocks of a box in both tensors, and their bytes, valid until the next."""
     buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
     rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
     for block in chunks(box, BLOCK_BYTES // most):
@@ -167,9 +167,9 @@ def check_replicas(
     *,
     trust_digests: bool = False,
 ) -> None:
-    """Compare, bit by bit, boxes that claim the same part of a tensor.
+    """Compare the replicas of one box of a tensor bit by bit.
 
-    With `trust_digests`, those whose digests are equal are equal, without being read.
+    With `trust_digests`, boxes with equal digests count as equal and are not read.
     """
     # Each by itself, wherever its elements lie in its file.
     by_itself = replace(tensor, pending=())
@@ -203,7 +203,7 @@ def check_replicas(
 
 
 def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return whether both have equal digests of just their bytes, stored in the same order."""
+    """Return True if both have equal digests of exactly their bytes, in the same order."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
     whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
@@ -214,7 +214,7 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
 
 
 def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counter[StoragePath]:
-    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
+    """Check that boxes tile every tensor and replicas agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
@@ -232,7 +232,7 @@ def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counte
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
     made: dict[int, Mapping[StoragePath, int]] = {}
-    """By the reads themselves: codes and scales are made of the same."""
+    """Reads by identity: codes and scales are computed from the same bytes."""
     for key, elements in counts.items():
         for (path, computed), size in elements.items():
             if computed is None:

@@ -47,35 +47,35 @@ _MOST_TEXT: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor or value that is not the same in both."""
+    """One tensor or value that differs between two checkpoints."""
 
     name: str
     problem: str
-    """What differs, as a sentence without the name."""
+    """Sentence about the difference, without the name."""
     index: tuple[int, ...] | None = None
-    """The first element that differs, in row-major order; None if shapes, dtypes or names do."""
+    """First element that differs, in row-major order; None if shapes, dtypes or names differ."""
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """The ranks whose boxes hold that element, on each side."""
+    """Ranks whose boxes contain that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
     one_side: bool = False
-    """Whether only one of the checkpoints has it."""
+    """True if only one of the checkpoints has it."""
     extent: "DiffExtent | None" = None
-    """How much of the tensor differs; None if shapes, dtypes or names differ."""
+    """Size of the difference; None if shapes, dtypes or names differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffExtent:
-    """How many elements differ, and by how much; those that tolerances allow do not."""
+    """Number of elements that differ beyond the tolerances, and the largest differences."""
 
     elements: int
-    """Of the tensor."""
+    """Number of elements of the tensor."""
     differing: int
     max_abs: float
-    """The largest difference of two numbers; NaN is not among them."""
+    """Largest absolute difference, ignoring NaN."""
     max_rel: float
-    """The largest difference relative to the second; infinite where that is 0."""
+    """Largest difference relative to the second number; infinite where that is 0."""
     nans: tuple[int, int]
-    """How many of the differing elements are NaN on each side."""
+    """Number of differing elements that are NaN, on each side."""
 
     def __str__(self) -> str:
         text = (
@@ -105,7 +105,7 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
-    """Return what is compared: new name to old name in the first, and the names in the second."""
+    """Return new name to old name in the first checkpoint, and the names in the second."""
     chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
 
@@ -121,15 +121,15 @@ def diff_checkpoints(
     rtol: float = 0.0,
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
-    """Yield every tensor that differs, by name; tensors of the first are chosen as by `merge`.
+    """Yield every tensor that differs, by name; the first checkpoint is selected as by `merge`.
 
-    Then every other entry that does, where both formats have places for such: plain values, and
-    pickled objects, whose parts are compared without running anything.
+    Then yield the plain values and pickled objects that differ, if both formats store such
+    entries. Pickled objects are compared without running them.
 
-    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
-    numbers are: ``|x - y| <= atol + rtol * |y|`` in float64, where ``x - y`` is exact for integers;
-    NaN is the same as any NaN, an infinity only as itself. Floating point numbers of two dtypes are
-    then compared too. `progress` is called with bytes of the first.
+    Without tolerances bits are compared: NaNs with equal bits are equal, 0 and -0 are not. With a
+    tolerance the test is ``|x - y| <= atol + rtol * |y|`` in float64, with ``x - y`` exact for
+    integers. Then every NaN equals every NaN, an infinity equals only itself, and floating point
+    dtypes may differ. `progress` is called with bytes of the first checkpoint.
     """
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
@@ -168,7 +168,7 @@ def diff_checkpoints(
 def values_to_compare(
     a: Catalog, b: Catalog, choice: Choice
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the entries that are compared and are not tensors, by the names in the second."""
+    """Return the entries to compare that are not tensors, by the names in the second."""
     if "tensors" in _kept(a, b):
         return {}, {}
     names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
@@ -178,7 +178,7 @@ def values_to_compare(
 
 
 def _kept(*sources: Catalog) -> set[str]:
-    """Return what the formats of checkpoints keep beside tensors."""
+    """Return `Format.keeps` of each checkpoint."""
     formats = (format_called(source.format) for source in sources)
     return {"values" if format is None else format.keeps for format in formats}
 
@@ -218,7 +218,7 @@ def _different_values(
 
 
 def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
-    """Return whether two values are the same; without tolerances, equal bits."""
+    """Return True if two values are equal: within the tolerances, or without any bit by bit."""
     if (atol or rtol) and _is_number(x) and _is_number(y):
         with suppress(OverflowError):  # whole numbers may be too large for a float
             near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
@@ -251,7 +251,7 @@ def _difference(
     files: OpenFiles,
     compared: Callable[[int], None],
 ) -> Difference | None:
-    """Return what differs: the first element, and how much; `compared` is called with bytes."""
+    """Return the first difference and its extent; `compared` is called with bytes."""
     if x.shape != y.shape:
         shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
         return Difference(name, f"has shape {shapes}")

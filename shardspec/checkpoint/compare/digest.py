@@ -1,4 +1,4 @@
-"""Digests of checkpoints and of state dicts; what a file of digests is, read and written."""
+"""Computes digests of checkpoints and state dicts, and reads and writes files of digests."""
 
 import json
 from collections.abc import Mapping
@@ -66,9 +66,9 @@ def digest(
 ) -> Digests:
     """Return the digest of every tensor of a checkpoint or state dict, however it is sharded.
 
-    It depends on names, dtypes, shapes and bits of the tensors alone: not on sharding, files and
+    It depends only on the names, dtypes, shapes and bits of the tensors, not on sharding, files or
     formats. `docs/digest.md` has the formula. In a job, every rank of a state dict's mesh calls
-    this and gets the same; each sends three numbers a tensor.
+    this and gets the same result; each sends three numbers per tensor.
 
     Parameters
     ----------
@@ -78,9 +78,9 @@ def digest(
     names, drop
         Digests are those of the tensors that a map makes, as for `merge`; of a state dict too.
     seed
-        Chooses the keys, for those who distrust fixed ones.
+        Selects the hash keys, in place of the fixed default ones.
     communicator
-        Who holds a state dict, as for `save_sharded`.
+        The ranks of a state dict, as for `save_sharded`.
     progress
         Called with the bytes of a checkpoint that are read so far, and in all.
 
@@ -193,7 +193,7 @@ def _of_state(
 
 
 def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
-    """Return a state dict in memory as what a map makes of it."""
+    """Return a state dict in memory with a map applied."""
     if names is None:
         check_drop(Choice(drop=drop))
         return source
@@ -242,7 +242,7 @@ def read_digests(path: PurePath | str) -> Digests:
 
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
-    """Check that a file of digests can be written, before anything else is."""
+    """Check that a file of digests can be written, before any other output."""
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "

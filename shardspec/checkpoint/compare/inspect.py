@@ -24,14 +24,14 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """Which ranks hold which boxes: by the layout if it is known, else as stored."""
+    """Boxes and their ranks: those of the layout if it is known, else those stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
-    """Every box that is not empty, and its ranks."""
+    """Every nonempty box, and its ranks."""
     replicated: bool
-    """Whether any box has several ranks."""
+    """True if any box has several ranks."""
     uneven: bool
-    """Whether boxes differ in shape, or, by a layout, some ranks hold none while others do."""
+    """True if boxes differ in shape, or if a layout leaves some ranks without a box."""
 
 
 class Group(NamedTuple):
@@ -39,12 +39,12 @@ class Group(NamedTuple):
 
     tensors: int
     parameters: int
-    """Elements of all of them."""
+    """Number of elements of all tensors."""
     num_bytes: int
 
 
 def _holders(boxes: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
-    """Return which ranks hold which boxes; `num_ranks` is 0 if not known."""
+    """Return the ranks of each box; `num_ranks` is 0 if not known."""
     ranks_of: dict[Box, dict[int, None]] = {}
     for box, rank in boxes:
         ranks_of.setdefault(box, {})[rank] = None
@@ -65,15 +65,15 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint, or some of its tensors, which are looked up each time."""
+    """A checkpoint, or a selection of its tensors, which are looked up on each access."""
 
     source: Catalog
     names: tuple[str, ...]
-    """The tensors that count, in natural order: ``layers.2`` before ``layers.10``."""
+    """Names of the selected tensors in natural order: ``layers.2`` before ``layers.10``."""
     extras: Mapping[str, object]
     """Entries that are not tensors."""
     run: Mapping[str, int]
-    """What files of Megatron say of the run: ``iteration``, ``tp``, ``pp``, ``ep``."""
+    """Facts about a Megatron run: ``iteration``, ``tp``, ``pp``, ``ep``."""
 
     @property
     def outlines(self) -> Iterator[AnyOutline]:
@@ -82,7 +82,7 @@ class CheckpointSummary:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all whole tensors: about the size of the merged file."""
+        """Bytes of all global tensors: about the size of the merged file."""
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
@@ -109,11 +109,11 @@ class CheckpointSummary:
 
     @property
     def elements(self) -> int:
-        """Elements of all whole tensors."""
+        """Elements of all global tensors."""
         return sum(prod(tensor.shape) for tensor in self.outlines)
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
-        """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
+        """Return the layout of a tensor over the mesh that wrote it, if the format records both."""
         if self.source.mesh is None or tensor.spec is None:
             return None
         return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
@@ -127,7 +127,7 @@ class CheckpointSummary:
 
     @property
     def rank_files(self) -> list[tuple[int, int, str | None]]:
-        """Each device of the mesh, or each that stored any; bytes it stored, and in which file."""
+        """Device to bytes and file: each device of the mesh, or each one that stored a box."""
         # Many tensors share one tuple of boxes.
         alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
@@ -212,7 +212,7 @@ def other_text(value: object, most: int = 200) -> str:
 
 
 def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
-    """Return what a checkpoint holds; its metadata is checked, its data is not read."""
+    """Return a summary of a checkpoint; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     names = tuple(natural_order(source.names))
     summary = CheckpointSummary(source, names, {}, run_facts(source))
@@ -246,18 +246,18 @@ _Numbers: TypeAlias = tuple[int, ...]
 
 
 class Repeated(NamedTuple):
-    """Tensors whose names differ in numbers only, and that are alike."""
+    """Tensors with equal properties whose names differ only in numbers."""
 
     title: str
-    """Their names in one: ``layers.{0..31}.up.weight``."""
+    """Pattern of their names: ``layers.{0..31}.up.weight``."""
     names: Sequence[str]
 
 
 def repeated_layers(alike: Mapping[str, Hashable]) -> list[Repeated]:
-    """Put names together that differ in numbers only and have equal values in `alike`.
+    """Group the names that differ only in numbers and have equal values in `alike`.
 
-    The names of each of the results are all that its title stands for, and no others. The results
-    are in the natural order of their first names.
+    The title of a group expands to exactly the names in it. Groups are in the natural order of
+    their first names.
 
     >>> shapes = {f"layers.{i}.up": (4, 2) for i in range(12)}
     >>> shapes |= {"head": (2,), "layers.12.up": (4,)}
@@ -329,7 +329,7 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def optimizer_kind(name: str) -> str | None:
-    """Return which state of an optimizer a tensor is, as ``exp_avg``; None for one of the model.
+    """Return the kind of optimizer state of a tensor, as ``exp_avg``; None for model weights.
 
     >>> optimizer_kind("optim.state.up.weight.exp_avg"), optimizer_kind("up.weight")
     ('exp_avg', None)
@@ -341,7 +341,7 @@ def optimizer_kind(name: str) -> str | None:
 
 
 def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:
-    """Return what begins all names in place of what begins the others; None if more differs.
+    """Return the prefix of all names and that of the others; None if names differ otherwise.
 
     One side may have more names than the other; none may be the same on both.
 

@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint, and checks it against its digests and replicas."""
+"""Reads every byte of a checkpoint, and checks it against digests and replicas."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from shardspec.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was read, and what is wrong."""
+    """Bytes that were read, and the flaws that were found."""
 
     directory: PurePath
     tensors: int
@@ -38,7 +38,7 @@ class VerifyReport:
     num_bytes: int
     """Bytes of all boxes."""
     digested_bytes: int
-    """Bytes of the boxes that have a digest; changes of the others go unnoticed."""
+    """Bytes of the boxes that have a digest; changes of other boxes cannot be detected."""
     flaws: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:

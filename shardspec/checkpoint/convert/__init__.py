@@ -1,1 +1,1 @@
-"""Merging and resharding checkpoints."""
+"""Merges and reshards checkpoints."""

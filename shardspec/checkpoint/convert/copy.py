@@ -1,12 +1,12 @@
-"""Copies boxes: reads them out of stored boxes, checks and casts them, and writes them to files.
+"""Copies boxes: reads stored boxes, checks and casts them, and writes them to files.
 
-All goes through a buffer that fits the CPU's cache: for files in memory this is faster than a copy
-by the system (copy_file_range), and the bytes can be checked on the way. Memory does not grow with
-the size of a tensor.
+Data passes through a buffer that fits the CPU's cache. For files in memory this is faster than
+copy_file_range, and the bytes are checked on the way. Memory does not grow with the size of a
+tensor.
 
-To a disk a thread writes all extents of a tensor, so that a stored box is read and checked once
-whatever files it goes to. To a store it writes a whole file, from start to end; it appears when it
-is complete, and a file that it replaces stays until then.
+On a disk, a task is all extents of a tensor, so each stored box is read and checked once. In an
+object store, a task is one file, written from start to end. It appears when it is complete, and
+the file that it replaces stays until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -63,23 +63,23 @@ if TYPE_CHECKING:
 
 
 _LONG_ROW: Final = 2048
-"""Bytes from which rows are copied one by one, and not by numpy."""
+"""Row size from which rows are copied one by one instead of by numpy."""
 _PAGE: Final = 4096
-"""Shorter gaps are read along: the system reads whole pages anyway."""
+"""Shorter gaps are read too: the system reads entire pages anyway."""
 _MAX_SPANS: Final = 64
-"""Most separate spans of one box; reading some of its columns makes more."""
+"""Maximum number of separate spans of one box; reading a few of its columns makes more."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are done so far and the bytes to do in all."""
+"""Called with the bytes done so far and the total."""
 _Seen: TypeAlias = Callable[[int, memoryview], int]
-"""Called with what was read: its position in the file, and its bytes."""
+"""Called with the file position and the bytes of each read."""
 _Key: TypeAlias = tuple[StoragePath, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
 """First byte to the end and the CRC-32; no two touch."""
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
-    """Yield bytes of a file piece by piece, each valid until the next, and where it lies."""
+    """Yield bytes of a file piece by piece, with positions; each is valid until the next."""
     room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
     end = stretch.start + stretch.num_bytes
     for at in range(stretch.start, end, BLOCK_BYTES):
@@ -91,8 +91,8 @@ def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memory
 class Checks:
     """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
 
-    `finish` reads what was not read yet. Without it, a box that is not read in full, or that is
-    read in many pieces at once, is not checked.
+    Call `finish` to read and check the rest. Without it, a box is not checked if it was read only
+    partially, or in many separate pieces.
     """
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
@@ -101,7 +101,7 @@ class Checks:
         # Boxes inside one digested stretch, such as parts of a storage, are checked together.
         self._open: dict[_Key, tuple[StoredBox, _Spans]] = {}
         self._late: dict[_Key, tuple[StoredBox, _Spans]] = {}
-        """Those read in too many pieces."""
+        """Boxes read in too many pieces."""
         for stored in tensor.boxes if boxes is None else boxes:
             if stored.digest is not None:
                 self._open.setdefault((stored.path, stored.digest), (stored, {}))
@@ -112,7 +112,7 @@ class Checks:
     def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
         """Take in bytes from a position in the file of a box; return their CRC-32.
 
-        Raises `CheckpointError` if they complete the box and its digest is another.
+        Raises `CheckpointError` if they complete the box and its digest differs.
         """
         digest, length = stored.digest, memoryview(data).nbytes
         assert digest is not None, "only those with a digest are checked"
@@ -158,14 +158,14 @@ class Checks:
 
 
 class BlockPart(NamedTuple):
-    """The part of a block that a stored box has, with the steps between bytes in file and block."""
+    """Intersection of a block and a stored box, with the strides in file and block."""
 
     stored: StoredBox
     start: int  # position of its first byte in the file
     at: int  # the same in the block
     steps: tuple[tuple[int, int, int], ...]
-    """How many along a dim, and the bytes from one to the next in the file and in the block; the
-    longest way in the file first, a row of bytes last."""
+    """(count, stride in the file, stride in the block) per dim, strides in bytes; the largest file
+    stride first, a row of bytes last."""
 
     @property
     def span(self) -> int:
@@ -174,11 +174,11 @@ class BlockPart(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is one stretch of its file."""
+        """True if it is one contiguous range of its file."""
         return self.span == prod(count for count, _, _ in self.steps)
 
     def rows(self, lo: int, hi: int) -> "BlockPart":
-        """Return some of the first dim; of one row that dim is left out."""
+        """Return a range of the first dim; a single row loses that dim."""
         (_, step, step_in), *inner = self.steps
         first = [(hi - lo, step, step_in)] if hi - lo > 1 else []
         return BlockPart(
@@ -187,7 +187,7 @@ class BlockPart(NamedTuple):
 
 
 def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
-    """Return where the box shared by a stored box and a block lies; `width` is in bytes."""
+    """Return the position of the intersection of a stored box and a block; `width` is in bytes."""
     inside = row_major_strides(box_shape(block), width)
     lies = stored.strides or row_major_strides(box_shape(stored.box), width)
     start, at = stored.offset, 0
@@ -211,9 +211,9 @@ def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockP
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, list[BlockPart]]]:
-    """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
+    """Cut a box of a tensor into blocks of at most `most` bytes, a multiple of every item size.
 
-    Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
+    Yields the number of bytes of each block and its parts in stored boxes, for all addends.
     """
     width = item_bytes(tensor.dtype)
     stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
@@ -224,9 +224,9 @@ def cut(
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
-    """Yield what will be read for a box of a tensor, in that order, where that is contiguous.
+    """Yield the contiguous ranges to be read for a box of a tensor, in reading order.
 
-    Addends of a pending reduction are left out.
+    Skips the addends of a pending reduction.
     """
     for _, parts in () if tensor.pending else cut(tensor, target):
         for part in parts:
@@ -236,7 +236,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory of one thread: for a block of the target, and for what is copied into it."""
+    """Memory of one thread: a target block, and scratch for the bytes copied into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
@@ -358,7 +358,7 @@ def _read(
 
 
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
-    """Copy the bytes of a file from the first of a part on to their places in its block."""
+    """Copy file bytes, starting with the first of a part, to their places in its block."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows need none.
     if len(outer) == 1 and width >= _LONG_ROW:
@@ -379,27 +379,27 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
 
 
 class Destination(NamedTuple):
-    """Where an output goes."""
+    """Place of an output."""
 
     path: StoragePath
     overwrite: bool = False
     replaced: frozenset[str] = frozenset()
-    """Names of the files in the directory; it is not replaced if there are others by then."""
+    """Names of the files in the directory; it is replaced only if no others have been added."""
     identity: Identity | None = None
-    """That of the directory to replace: empty if it does not exist, None if it is not known."""
+    """Identity of the directory to replace: empty if there is none, None if it is unknown."""
 
 
 _TASK_BYTES: Final = 32 << 20
-"""Least bytes of the tensors that a thread takes at once."""
+"""Minimum bytes of the tensors in one task."""
 _TASKS_AHEAD: Final = 2
-"""Per thread."""
+"""Queued tasks per thread."""
 _MAX_OPEN: Final = 128
-"""Files that a thread has open to be written."""
+"""Maximum number of files that a thread has open for writing."""
 
 Written: TypeAlias = list[tuple[str, int, int]]
-"""Name, bytes and CRC-32 of files."""
+"""(name, bytes, CRC-32) of files."""
 Extents: TypeAlias = list[tuple[int, int]]
-"""Pairs of a file index and the index of an extent in it, copied in turn by one thread."""
+"""(file index, extent index) pairs that one thread copies in order."""
 
 
 def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
@@ -424,7 +424,7 @@ def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents
 
 
 _Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
-"""What goes into a file, and where."""
+"""(file position, bytes) pairs to be written."""
 
 
 class Output:
@@ -449,21 +449,21 @@ class Output:
         self.whole_files = self.path.whole_files
         self.verify, self.strict_cast, self.progress = verify, strict_cast, progress
         self.digests = digests
-        """Whether digests of the tensors are computed."""
+        """True if digests of the tensors are computed."""
         self.digested = verify or target.digested
-        """Whether the CRC-32 of what is written is computed."""
+        """True if CRC-32 checksums of the written bytes are computed."""
         self.losses: CastLosses | None = None
         self.tensor_digests: dict[str, TensorDigest] = {}
-        """Digests of what was written, if they are wanted."""
+        """Digests of the written tensors, if requested."""
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
         """The same for whole files that are complete."""
         self._tasks = partial(plan_tasks, target, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
-        """How many extents of each tensor are still to be copied."""
+        """Number of extents of each tensor that are not copied yet."""
         self._checks: dict[str, Checks] = {}
-        """Those of the tensors that are partly copied."""
+        """Checks of the tensors that are partially copied."""
         self._done = self._total = tasks = 0
         for task in self._tasks():
             tasks += 1
@@ -499,7 +499,7 @@ class Output:
             return self._finish()
 
     def _finish(self) -> Written:
-        """Complete the files, that which lists the others last, and return all of them."""
+        """Complete the files, the listing last, and return all of them."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -563,7 +563,7 @@ class Output:
                     writers[file](offset, data)
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
+        """Yield the (position, bytes) pairs of a file; record its CRC-32 if requested.
 
         Each counts as written once the next one is asked for.
         """

@@ -1,4 +1,4 @@
-"""Lays tensors out: which box of each a device of a mesh has, and which device stores it."""
+"""Chooses the layout of each tensor of an output, by rules or from another checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -80,7 +80,7 @@ def layouts_like(
 def layouts_given(
     given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of given layouts, and those of the tensors; nothing is pending."""
+    """Return the mesh of explicit layouts, and those of the tensors without pending reductions."""
     layouts = {}
     for tensor in wanted:
         layout = given.get(tensor.name)

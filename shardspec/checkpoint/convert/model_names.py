@@ -1,4 +1,4 @@
-"""A checkpoint under the names that a model has elsewhere, given the model's config alone."""
+"""Renames a checkpoint to a model's names in another tool, given only the model's config."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, counted, shown
 
 _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
-"""Names of an optimizer's state: of Megatron-core, FSDP2 and those who call it ``optimizer``."""
+"""Names of optimizer state: of Megatron-core, of FSDP2, and any under ``optimizer``."""
 
 
 class _Way(NamedTuple):
@@ -40,7 +40,7 @@ class _Way(NamedTuple):
     renamed: NameMap | None
     """New names of tensors that have a prefix, or lack one."""
     maps: tuple[NameMap, ...]
-    """The maps to apply then, one after the other."""
+    """Maps to apply after renaming, in order."""
 
     @property
     def format(self) -> str:
@@ -54,8 +54,8 @@ class ModelNames(CatalogNaming):
     config: Mapping[str, object]
     names: NamesOf
     home: StoragePath | None
-    """The directory of the config, whose files go along into an output directory; by default those
-    beside the checkpoint do."""
+    """Directory of the config, whose files are copied into an output directory; None for the files
+    beside the checkpoint."""
     fill_from: catalog.Catalog | None
     drop_rows: bool = False
     """True if rows beyond the vocabulary are dropped, whatever they contain."""
@@ -69,7 +69,7 @@ class ModelNames(CatalogNaming):
         return replace(self, fill_from=dequantized(self.fill_from, dtype, config=self.config))
 
     def notes(self, source: catalog.Catalog, choice: Choice) -> list[str]:
-        """Return what a user should know of the names of a checkpoint, a line each."""
+        """Return notes for the user about the names of a checkpoint, one line each."""
         with _about_input():
             every = wanted_names(source, choice)
             names = _weights(every)
@@ -109,7 +109,7 @@ class ModelNames(CatalogNaming):
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint under these names; `choice` may leave tensors behind."""
+        """Return a checkpoint under these names; `choice` may exclude tensors."""
         with _about_input():
             return self._applied(source, choice, dropped)
 
@@ -201,14 +201,14 @@ class ModelNames(CatalogNaming):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True if the config is of a model around the language model."""
+        """True if the config is that of a model which wraps a language model."""
         family = family_of(self.config)
         return self.config.get("model_type") not in (None, *family.model_types)
 
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
-        """Return part of a model with what it lacks, and what the family does not know of."""
+        """Return part of a model with its missing tensors, and those unknown to the family."""
         weights = _weights(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
@@ -258,14 +258,14 @@ def model_names(
     Parameters
     ----------
     model
-        A directory with the model's ``config.json``, the file itself, or what is in it.
+        A directory with the model's ``config.json``, the file itself, or its contents as a dict.
     names
-        Which names: ``"hf"``, those of transformers' files; ``"live"``, of its models in memory;
+        ``"hf"``, the names of transformers' files; ``"live"``, those of its models in memory;
         ``"megatron"``; ``"torch_dist"``, as Megatron-core saves them, or ``"sharded"``, the same
         with all layers numbered; ``"fused"``, of engines.
     fill_from
-        The original checkpoint, from which tensors are taken that training did not have, such as
-        layers that predict further tokens.
+        The original checkpoint, to take tensors from that were not trained, such as layers for
+        multi-token prediction.
     drop_rows
         Drop the rows of a padded vocabulary beyond ``vocab_size``, even if they are neither zero
         nor equal to each other.
@@ -299,7 +299,7 @@ def model_names(
 
 @contextmanager
 def _about_input() -> Iterator[None]:
-    """Say that what does not fit is in a checkpoint or a config, not in how this is called."""
+    """Re-raise LayoutError as CheckpointError."""
     try:
         yield
     except LayoutError as error:
@@ -308,7 +308,7 @@ def _about_input() -> Iterator[None]:
 
 @contextmanager
 def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
-    """Say that tensors are not those that a config says, and what to do."""
+    """Re-raise LayoutError as CheckpointError that names the model family and a remedy."""
     try:
         yield
     except LayoutError as error:
@@ -348,7 +348,7 @@ class Assembled(catalog.DerivedCatalog):
 
 
 def _weights(names: Iterable[str]) -> list[str]:
-    """Return names without those of an optimizer's state."""
+    """Return the names that are not optimizer state."""
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
@@ -360,7 +360,7 @@ def _without(model: Model, found: Recognized) -> Model:
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the map from the names of files to those of a spelling; none if they are equal."""
+    """Return the map from names in files to those of a spelling; None if they are equal."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
@@ -370,7 +370,7 @@ def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
 
 
 def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
-    """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
+    """Raise LayoutError if codes or their scales are among the names."""
     why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
@@ -381,7 +381,7 @@ def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
 
 
 def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
-    """Return True if the rows of a matrix from one on are equal to each other, or zero."""
+    """Return True if all rows of a matrix from `first` on are zero or equal to each other."""
     rows, columns = tensor.shape
     buffers = Buffers()
     expected = bytes(columns * item_bytes(tensor.dtype)) if rows - first == 1 else None
@@ -396,7 +396,7 @@ def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:
-    """Raise CheckpointError if a tensor that only repeats another one says something else."""
+    """Raise CheckpointError if a tied tensor differs from the tensor that it repeats."""
     place = "megatron" if target in ("megatron", "torch_dist", "sharded") else target
     repeated = [own for own in model.tensors if own.copy_of and own.places.get(place, ()) is None]
     for tensor in (*model.copies, *repeated):

@@ -1,7 +1,7 @@
-"""Arithmetic on stored bytes, with numpy alone: numbers of every dtype, casts and reductions.
+"""Casts and reduces stored numbers of every dtype, using only numpy.
 
-Only floating point numbers are cast. Short ones are made from float32, as torch makes them: a
-float64 is rounded to float32 first. Sums of short floats are kept in float32 and rounded once.
+Only floating point numbers are cast. As in torch, a float64 is rounded to float32 before it
+becomes a shorter float. Sums of short floats are accumulated in float32 and rounded once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _E4M3FN_LIMIT: Final = 464
 _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 """The upper half of every float32, followed by zeros."""
 _AT_ONCE: Final = 1 << 16
-"""Numbers in a lookup at once, so that indices stay in the cache."""
+"""Numbers per table lookup, so that the indices stay in the cache."""
 FOUR_BITS: Final = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
 )
@@ -42,14 +42,14 @@ FOUR_BITS: Final = np.array(
 
 
 def strips(height: int, width: int) -> Iterator[slice]:
-    """Yield rows of a matrix that are worked on at once."""
+    """Yield ranges of rows of a matrix that fit one step of work."""
     step = max(1, _AT_ONCE // max(1, width))
     for row in range(0, height, step):
         yield slice(row, min(row + step, height))
 
 
 def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
-    """Return the numbers that bytes hold; those that numpy has no type for as float32.
+    """Return the numbers in bytes; dtypes that numpy lacks become float32.
 
     Two numbers in one byte, the low half first, are one complex number.
     """
@@ -90,9 +90,10 @@ def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
 
 
 def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return which of ascending numbers from 0 on is nearest to the size of each upper half.
+    """Return, per upper half of a float32, the index of the nearest number in an ascending table.
 
-    Ties go to even places. What is larger is nearest to one more number, a step behind the last.
+    Signs are ignored, and ties go to even indices. The table gets one more number, a step beyond
+    the last.
     """
     values = _UPPER_HALVES.view(np.float32)
     size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
@@ -104,9 +105,9 @@ def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
 
 
 def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
-    """Return what a table has for the upper half of each number.
+    """Return the table entry for the upper half of each number.
 
-    The last bit of that is set if any of the lower half is, which rounds as the whole would.
+    The last bit of the half is set if the lower half is not 0, so it rounds like the full number.
     """
     bits = values.view(np.uint32)
     odd = bits & np.uint32(0xFFFF)
@@ -120,7 +121,7 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
 
 @cache
 def _eight_bit_codes(dtype: str) -> Bytes:
-    """Return the byte for the upper half of every float32, rounded to nearest, ties to even."""
+    """Return the 8-bit code for the upper half of every float32, to nearest, ties to even."""
     fnuz = _EIGHT_BITS[dtype][2]
     values = _UPPER_HALVES.view(np.float32)
     table = _eight_bit_table(dtype)[:128]
@@ -152,25 +153,25 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class CastLosses:
-    """How many numbers a cast did not keep, not counting rounding."""
+    """Counts of the numbers that a cast lost, apart from rounding."""
 
     overflows: int = 0
-    """Too large for the dtype: now infinite, or its largest number where it has no infinity."""
+    """Numbers too large for the dtype; they became infinite, or its largest number."""
     underflows: int = 0
-    """Too small for it: not 0 before, 0 now."""
+    """Nonzero numbers that became 0."""
     nans: int = 0
-    """NaN now, and not before."""
+    """Numbers that became NaN."""
 
     def __add__(self, other: Self) -> "CastLosses":
-        """Return the losses of both."""
+        """Return the sum of the counts."""
         return CastLosses(*map(add, astuple(self), astuple(other)))
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Return True if any number was lost."""
         return any(astuple(self))
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return the counts in words."""
         words = "too large", "too small (now 0)", "made NaN"
         counts = zip(astuple(self), words, strict=True)
         return ", ".join(f"{count} {what}" for count, what in counts if count) or "none"
@@ -183,7 +184,7 @@ class CastLosses:
 def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLosses]:
     """Return bytes of floating point numbers in another dtype, as torch would cast them.
 
-    What is too large for float8_e4m3fn becomes its largest number, 448.
+    Numbers too large for float8_e4m3fn become its largest number, 448.
 
     >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[1]
     CastLosses(overflows=1, underflows=1, nans=0)
@@ -196,7 +197,7 @@ def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLo
 
 
 def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosses:
-    """Count what a cast did not keep: infinities, zeros and NaNs stay what they are."""
+    """Count the numbers that a cast lost; infinities, zeros and NaNs do not count."""
 
     def more(is_so: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
         return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))
@@ -221,10 +222,10 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 def reduce(
     dtype: str, pending: Sequence[StoredReduction], addends: Iterable[Bytes], out: Bytes
 ) -> None:
-    """Combine the addends of a block, in a dtype for which `Layout` allows it.
+    """Combine the addends of a block into `out`; `Layout` has checked that the dtype allows it.
 
-    Several pending reductions are all of one operation, or sums and means. The memory of an addend
-    may be used again for the next one, and for the result.
+    The pending reductions share one operation, or are sums and means. The memory of each addend
+    may be reused for the next one and for the result.
     """
     combine = _UFUNCS[pending[0].op]
     divisor = prod(p.addends for p in pending if p.op == "avg")

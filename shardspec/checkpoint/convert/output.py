@@ -1,8 +1,8 @@
 """Plans and writes outputs: `merge`, `reshard`, their options, and checks before the first byte.
 
-Tensors are chosen, a format lays out files for them, and both ends are checked. Overwriting
-replaces a checkpoint: its own files, and those beside the weights that belong to it. A directory
-with any other file is refused, as is an output that would change its own source.
+Selects tensors, lets a format lay out their files, and checks source and destination. Overwriting
+replaces the files of a checkpoint, and its config and tokenizer files. A directory with any other
+file is refused, and so is an output that would change its own source.
 """
 
 import os
@@ -108,14 +108,14 @@ class WriteKeywords(Selection, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions(Choice):
-    """Which tensors are written, how, and as what; see `merge` and `reshard`."""
+    """Options for writing: selection, format and sharding; see `merge` and `reshard`."""
 
     way: Way
     format: str | None = None
-    """By its name."""
+    """Name of the format; None for the default."""
     max_shard_bytes: int | None = None
     in_directory: bool = False
-    """Whether the output is named as a directory."""
+    """True if the path of the output ends like a directory."""
     names: Names | None = None
     device_mesh: DeviceMesh | None = None
     rules: Rules | None = None
@@ -136,14 +136,14 @@ class WriteOptions(Choice):
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What was written, or what would be."""
+    """Facts about an output that was written, or after a dry run would be."""
 
     path: PurePath
     """The output, as the user named it."""
     format: str
     """Its format, as `merge` and `reshard` name it."""
     read: str
-    """What the source is."""
+    """Title of the source's format."""
     reads: Mapping[str, int]
     """The files that tensors are read from, and the bytes of their boxes, each read once."""
     tensors: int
@@ -153,29 +153,29 @@ class WriteReport:
     """Entries of the source that are not tensors and that the output lacks; the metadata of
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
-    """Names of the files beside the weights of the source that were copied along."""
+    """Names of the non-weight files copied from the source."""
     weight_files: int
-    """How many files of the output hold tensors: without an index and what was copied along."""
+    """Number of files with tensors, without an index and copied files."""
     not_copied: tuple[str, ...] = ()
-    """Names of what lies there too and was not copied; a directory ends in a slash."""
+    """Names of other files there that were not copied; directories end in a slash."""
     filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from the checkpoint to fill from."""
+    """Names of the tensors that were taken from `fill_from`."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
     cast_losses: "CastLosses | None" = None
-    """What a cast to another dtype did not keep; None if nothing was cast."""
+    """Counts of the numbers that a cast lost; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
     digests: Digests | None = None
-    """Those of the output's tensors, if they were wanted."""
+    """Digests of the output's tensors, if requested."""
     sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
     spec."""
 
     @property
     def read_files(self) -> int:
-        """How many files tensors are read from."""
+        """Number of files that tensors are read from."""
         return len(self.reads)
 
     @property
@@ -232,10 +232,10 @@ def merge(
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
-    Headers, tiling and replicas are checked before the first byte is written (but the headers that
-    torch's DCP puts before chunks). Pending reductions are finished. The output appears under its
-    name once it is complete and flushed to the disk. Needs neither torch nor a process
-    group; memory does not grow with the sizes of the tensors.
+    Headers, tiling and replicas are checked before the first byte is written, except the headers
+    of chunks in torch's DCP. Pending reductions are finished. The output appears under its name
+    once it is complete and flushed to the disk. Needs neither torch nor a process group. Memory
+    does not grow with the sizes of the tensors.
 
     Parameters
     ----------
@@ -256,31 +256,31 @@ def merge(
         Cast floating point tensors to this dtype; quantized weights are dequantized to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
-        new names. It has to have a use for every tensor that is to be written. `include` and
-        `exclude` match names before it, `rename` those that it gives.
+        new names. It must use every tensor that is written. `include` and `exclude` match names
+        before the map, `rename` those after it.
     overwrite
-        Replace the checkpoint that is there: its own files, and those beside the weights that
-        belong to it. A directory with any other file is refused.
+        Replace an existing checkpoint: its weights, config and tokenizer files. A directory with
+        any other file is refused.
     include, exclude
-        Shell patterns of names, one or several. What matches any of `include`, or all if it is
-        None, and none of `exclude`, is written.
+        Shell patterns of names, one or several. A tensor is written if its name matches any of
+        `include` (None matches all) and none of `exclude`.
     rename
         Regular expressions with their replacements, ``{"^model[.]": ""}`` or pairs. Each is applied
         in turn to its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
     quantize
-        Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
-        these are, says the family of the model by its config, or else their names.
+        Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. The
+        layers follow from the model's config, or else from their names.
     quantize_include
-        Shell patterns of names of the output: what matches any is quantized, and nothing else.
+        Shell patterns of names in the output: only matching tensors are quantized.
     drop_values
-        Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
-        loses those without tensors in any case. Both formats of shards keep plain values (None,
-        numbers, texts, bytes, lists and dicts of them); between checkpoints of torch everything is
-        copied as it is stored.
+        Drop entries that the format cannot store, which is an error otherwise; `merge` always
+        drops those without tensors. Both sharded formats keep plain values (None, numbers, texts,
+        bytes, lists and dicts of them). Between checkpoints of torch all entries are copied
+        unread.
     threads
-        How many threads copy: each a few tensors at a time, or to a store a file.
+        Number of threads. Each copies a few tensors at a time, or one file to an object store.
     metadata
         Copy the metadata of safetensors files into safetensors files.
     strict_cast
@@ -291,24 +291,23 @@ def merge(
     dry_run
         Do all checks that come before writing, and write nothing.
     sidecars
-        Copy the files beside the weights into directories, such as ``config.json``, a tokenizer's
-        files and ``adapter_config.json``; into the format ``"dcp"`` also Megatron's ``common.pt``
-        and Lightning's ``meta.pt``.
+        Copy non-weight files into directories, such as ``config.json``, tokenizer files and
+        ``adapter_config.json``; into the format ``"dcp"`` also Megatron's ``common.pt`` and
+        Lightning's ``meta.pt``.
     progress
         Called with the bytes written so far and in all.
     digests
-        A file to write digests of the output's tensors to, as `digest` finds them; they are of the
-        bytes that are written anyway.
+        A file for the digests of the output's tensors, as `digest` computes them. They are
+        computed while writing.
 
     Raises
     ------
     OutputExistsError
         If the output exists and `overwrite` is not set; it is kept.
     CheckpointError
-        If the checkpoint is missing, unfinished, damaged or contradicts itself, if an object in it
-        has tensors that would be lost, if the output would overwrite a part of it, or if the disk
-        is full. Nothing appears under the name of the
-        output, and no temporary file is left.
+        If the checkpoint is missing, unfinished, damaged or inconsistent, if an object in it has
+        tensors that would be lost, if the output would overwrite a part of it, or if the disk is
+        full. Then no output appears under its name, and no temporary file is left.
 
     Examples
     --------
@@ -346,11 +345,11 @@ def reshard(
     device_mesh
         The devices to shard for.
     rules
-        Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
-        matches a tensor counts. One that no rule matches is replicated.
+        Name pattern to spec, matched against the new names as by `match_rules`: the last matching
+        rule applies. A tensor without a matching rule is replicated.
     like
-        A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
-        of each tensor, as `model_layouts` returns them.
+        Replaces `device_mesh` and `rules`: a checkpoint whose mesh and specs, by name, are used;
+        or the layout of each tensor, as `model_layouts` returns them.
 
     Other Parameters
     ----------------
@@ -424,7 +423,7 @@ def _converted(
 
 
 def _digests(target: Target, output: Output) -> Digests:
-    """Return the digests of what was written; tensors that share bytes were written once."""
+    """Return the digests of the written tensors; tied tensors were written once."""
     digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
@@ -437,19 +436,19 @@ def _digests(target: Target, output: Output) -> Digests:
 
 _SHOWN: Final = 3
 _MOST_LOOKED_AT: Final = 1000
-"""Most names that are sorted to show the first."""
+"""Maximum number of names that are sorted to show the first."""
 _KINDS: Final = {"file": "a file", "directory": "a directory", "other": "not a regular file"}
 
 
 class Prepared(NamedTuple):
-    """An output that can be made and may be written."""
+    """A checked output, ready to be written."""
 
     source: Catalog
-    """What it is made of: a checkpoint with maps applied."""
+    """The source checkpoint with maps applied."""
     target: Target
     destination: Destination
     report: WriteReport
-    """What is known before anything is written."""
+    """The report so far, before anything is written."""
 
 
 def prepared_output(
@@ -500,7 +499,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output, which can be sharded as its caller wants."""
+    """Return the format of an output; it supports the requested sharding."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
@@ -512,7 +511,7 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
 def _opened(
     checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
+    """Open, map and quantize a checkpoint; also return the options that are not applied yet."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
     quantize = options.quantize, options.quantize_include
@@ -537,9 +536,9 @@ def _laid_out(
     format: Format,
     save: str,
 ) -> tuple[Catalog, Target]:
-    """Open a checkpoint, choose tensors of it, and lay out the files of an output.
+    """Open a checkpoint, select its tensors, and lay out the files of an output.
 
-    `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
+    `save` names this save. Raises ShardSpecError if the format cannot store the selection.
     """
     merged = options.way == "merged"
     source, choice = _opened(checkpoint, options, format)
@@ -595,11 +594,11 @@ def _laid_out(
 def check_destination(
     output: StoragePath, source: Catalog, target: Target, overwrite: bool
 ) -> Destination:
-    """Return where to write, links resolved, and what is replaced, if that does no harm.
+    """Resolve the output path and check that it may be replaced.
 
-    No part of the `source` is overwritten, and what is there is a directory or a file like the
-    output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
-    `CheckpointError` otherwise.
+    Raises an `OutputExistsError` if it exists and `overwrite` is not set. Raises a
+    `CheckpointError` if the output would overwrite a part of `source`, or a directory would
+    replace a file or the reverse.
     """
     directory = target.directory
     if "\0" in str(output):
@@ -633,7 +632,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return why writing an output would change what is read; empty if it would not."""
+    """Return the reason why writing an output would change its source; empty if none."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()
@@ -674,7 +673,7 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
 
 
 def _owned(path: StoragePath) -> Iterable[str]:
-    """Return the relative names of what belongs to the checkpoint in a directory."""
+    """Return the relative names of the checkpoint's files in a directory."""
     top = path.names()
     # Of runs that were killed while they saved or replaced something.
     shards = default_format("sharded")
@@ -727,7 +726,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return the layouts of scales that no rule names: they are cut as their codes are."""
+    """Return the layouts of scales without a rule of their own: they follow their codes."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}

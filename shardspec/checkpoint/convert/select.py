@@ -1,7 +1,7 @@
 """Selects tensors and other entries of a checkpoint, and gives them other names and shapes.
 
-Nothing is copied. An equation between views says where in a source tensor the elements of a target
-lie. So a stored box of the source is a few boxes of the target, each with strides of its own in the
+Nothing is copied. An equation between views maps elements of a source tensor to a target tensor. So
+one stored box of the source becomes a few boxes of the target, each with its own strides in the
 same file.
 """
 
@@ -41,7 +41,7 @@ from shardspec.text import Argument, counted, shown
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
 Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
-"""Regular expressions, each with what its first match in a name is replaced with."""
+"""Regular expressions, each with the replacement of its first match in a name."""
 
 
 class Selection(TypedDict, total=False):
@@ -55,7 +55,7 @@ class Selection(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which tensors are wanted of a checkpoint, and how; see `merge`."""
+    """Selection of tensors, their new names and dtype; see `merge`."""
 
     include: Patterns | None = None
     exclude: Patterns = ()
@@ -65,16 +65,16 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        """Whether every tensor is wanted, as it is."""
+        """True if every tensor is selected without changes."""
         return not any((self.include, self.exclude, self.rename, self.drop, self.dtype))
 
     def wants(self, name: str) -> bool:
-        """Return whether something of a name is wanted."""
+        """Return True if the name is selected."""
         included = self.include is None or _matches(name, self.include)
         return included and not (_matches(name, self.exclude) or _matches(name, self.drop))
 
     def after_map(self) -> "Choice":
-        """Return what remains to be done after a map was applied to what is wanted."""
+        """Return the options that still apply after mapping (rename, dtype)."""
         return Choice(rename=self.rename, dtype=self.dtype)
 
 
@@ -87,9 +87,9 @@ def _matches(name: str, patterns: Patterns) -> bool:
 
 
 def wanted_names(source: Catalog, choice: Choice) -> list[str]:
-    """Return the names of the tensors that patterns choose.
+    """Return the names of the tensors that patterns select.
 
-    Raises CheckpointError if a pattern matches nothing, or nothing is left.
+    Raises CheckpointError if a pattern matches nothing, or no tensor is selected.
     """
     if choice.include is not None and not choice.include:
         raise CheckpointError("include is empty; leave it out to include everything")
@@ -111,7 +111,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
 
 
 def check_drop(choice: Choice) -> None:
-    """Raise LayoutError if tensors are dropped where there is no map."""
+    """Raise LayoutError if tensors are dropped without a map."""
     if choice.drop:
         raise LayoutError(
             f"{shown(choice.drop)} is to be dropped (",
@@ -129,10 +129,10 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
-    """Return the tensors that are wanted of a checkpoint, sorted by their new names.
+    """Return the selected tensors of a checkpoint, sorted by their new names.
 
-    A pattern or an expression that matches nothing is a `CheckpointError`, as are two tensors of
-    one name and a choice of none.
+    Raises a `CheckpointError` if a pattern or expression matches nothing, if two tensors get the
+    same name, or if no tensor is selected.
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     names = wanted_names(source, choice)
@@ -140,8 +140,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
-                f"the expression {pattern!r} matches no name that is to be renamed in "
-                f"{source.directory}; the names start with {first_names(names)}"
+                f"the expression {pattern!r} matches no name selected in {source.directory}; "
+                f"the names start with {first_names(names)}"
             )
     wanted = []
     for name in names:
@@ -165,7 +165,7 @@ def _float_dtype(dtype: str) -> str:
 
 
 def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of each, and the expressions that match none."""
+    """Return the new name of each tensor, and the expressions that match none."""
     pairs = list(renames.items()) if isinstance(renames, Mapping) else renames
     matched: set[str] = set()
     renamed: dict[str, str] = {}
@@ -197,10 +197,10 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
 def carried_values(
     source: Catalog, choice: Choice, wanted: Sequence[OutputTensor], *, objects: bool
 ) -> Carried:
-    """Return what an output with `wanted` tensors takes along of the other entries.
+    """Return the entries to copy besides the `wanted` tensors.
 
-    With `objects`, those that only torch could unpickle are copied as they are stored. Raises
-    CheckpointError if two entries would have one name.
+    With `objects`, entries that only torch could unpickle are copied unread. Raises
+    CheckpointError if two entries would get the same name.
     """
     objects_by_name = source.facts.objects if objects else {}
     names = plain_names({**source.extras, **dict.fromkeys(objects_by_name)}, choice)
@@ -230,9 +230,9 @@ def carried_values(
 def check_dropped(
     source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
 ) -> None:
-    """Refuse to lose entries that are not tensors, if they are wanted and not `carried`.
+    """Refuse to lose selected entries that are not tensors and not `carried`.
 
-    With `drop` they may be lost; None allows to lose those without tensors in them.
+    With `drop` they may be lost. With None, only entries that contain no tensors may be lost.
     """
     lost = {
         name: parts
@@ -267,7 +267,7 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 
 def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
+    """Return name to new name of the selected plain values: numbers, text, lists of these."""
     wanted = [
         name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
     ]
@@ -278,7 +278,7 @@ def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
 
 
 class CatalogNaming(Naming):
-    """Chooses the name maps for a checkpoint, and reads of it what a choice depends on."""
+    """Picks the name maps for a checkpoint, by its contents."""
 
     __slots__ = ()
     config: Mapping[str, object]
@@ -302,9 +302,9 @@ def mapped(
 ) -> Catalog:
     """Return a checkpoint with a map applied; as it is without one.
 
-    What `choice` does not want, and what is `dropped`, the map need not use. Raises LayoutError if
-    the map is not total for these tensors, has no use for some, is for models of another type, or
-    mixes dtypes, or a tensor is stored with a reduction pending.
+    The map need not use tensors that `choice` excludes or that are `dropped`. Raises LayoutError
+    if it lacks a source, leaves a tensor unused, is for another model type, or mixes dtypes, or if
+    a tensor has a pending reduction.
     """
     if names is None:
         return source
@@ -328,7 +328,7 @@ def mapped(
 
 
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a checkpoint with a map applied to what is chosen, and what remains to be chosen.
+    """Return a checkpoint with a map applied to the selection, and the options left to apply.
 
     Raises LayoutError as `mapped` does, and if tensors are to be dropped without a map.
     """
@@ -344,7 +344,7 @@ def through(
     dropped: Mapping[str, Shape],
     extras: Mapping[str, object],
 ) -> Catalog:
-    """Return a checkpoint with maps applied in turn to what is not dropped."""
+    """Return a checkpoint with maps applied in turn to all tensors that are not dropped."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.facts.dropped)
@@ -354,7 +354,7 @@ def through(
 def configured(source: Catalog, names: NameMap) -> NameMap:
     """Return a map with the sizes that the config.json beside a checkpoint gives.
 
-    Raises LayoutError if that is of a model that the map is not for.
+    Raises LayoutError if the map is not for that model type.
     """
     config = config_beside(source)
     if config is None:
@@ -364,7 +364,7 @@ def configured(source: Catalog, names: NameMap) -> NameMap:
 
 
 def config_beside(source: Catalog) -> dict[str, object] | None:
-    """Return what the config.json beside a checkpoint says, if there is one that can be read."""
+    """Return the content of the config.json beside a checkpoint, if there is a readable one."""
     config = json_beside(source.home, "config.json")
     return config if isinstance(config, dict) else None
 
@@ -433,7 +433,7 @@ class MappedCatalog(DerivedCatalog):
         super().__init__(source, self._equations, extras, source.mesh, facts)
 
     def equations(self, name: str) -> Sequence[Equation]:
-        """Return what a tensor of the target is made of."""
+        """Return the equations that define a tensor of the target."""
         return self._equations[name]
 
     def _look_up(self, name: str) -> StoredTensor:
@@ -455,7 +455,7 @@ class MappedCatalog(DerivedCatalog):
 
 
 def target_boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
-    """Yield the boxes of the target that a stored box of the source is."""
+    """Yield the boxes of the target that one stored box of the source contains."""
     strides = stored.strides or row_major_strides(box_shape(stored.box), width)
     sides = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):

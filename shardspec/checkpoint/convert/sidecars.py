@@ -26,9 +26,9 @@ _HUGGING_FACE: Final = re.compile(
     r"|(configuration|modeling|tokenization|(image_|video_)?processing|feature_extraction)_\w{1,60}"
     r"\.py"
 )
-"""Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
+"""Files of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
 _OWN_CODE: Final = b'"auto_map"'
-"""Says in a config that a model brings code, which may import what lies beside it."""
+"""Key in a config of a model with its own code, which may import files beside it."""
 SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
 QUANTIZED_BY: Final = frozenset(
     {
@@ -38,9 +38,9 @@ QUANTIZED_BY: Final = frozenset(
         "quantization_config.json",
     }
 )
-"""Files about nothing but how weights are quantized."""
+"""Files that only describe the quantization of weights."""
 _MOST_BYTES: Final = 2**28
-"""Of one file; tokenizers have some ten million."""
+"""Maximum bytes of one file; tokenizers have some ten million."""
 WITHOUT_SIDECARS: Final = Argument("sidecars", value=False)
 
 
@@ -50,11 +50,11 @@ def add_sidecars(
     sidecars: Callable[[StoragePath, Collection[str]], set[str]],
     dtype: str | None = None,
 ) -> Target:
-    """Return an output with the files that lie beside the weights of a checkpoint.
+    """Return an output with the non-weight files of a checkpoint.
 
-    Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
-    the model elsewhere, those of a model. How weights are quantized is in a config in any case,
-    and configs state the `dtype` of the weights, if they state any.
+    A directory gets the files that `sidecars` selects; from beside a single file, or from a
+    separate directory of the model, only known model files. Configs are updated: they describe
+    the quantization, and the `dtype` of the weights if they have one.
     """
     described_in = source.facts.described_in
     elsewhere = described_in is not None
@@ -119,9 +119,9 @@ def _one_dtype(target: Target) -> str | None:
 def _restated(
     file: OutputFile, path: StoragePath, section: Mapping[str, object] | None, dtype: str | None
 ) -> OutputFile:
-    """Return a config that states a section about quantization, and a dtype, of an output.
+    """Return a config with the quantization section and the dtype of an output.
 
-    An empty section removes the one that is there; None keeps it, as it does the dtype.
+    An empty section removes the existing one. None keeps the section, or the dtype.
     """
     data = b"".join(raw.made() for raw in file.raw)
     config = parse_json(data, path, "config")
@@ -151,7 +151,7 @@ def _restated(
 
 
 def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return which of the files in a directory are of a model of Hugging Face's."""
+    """Return the names in a directory that are files of a Hugging Face model."""
     sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
     if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
         sidecars |= {name for name in names if name.endswith(".py")}

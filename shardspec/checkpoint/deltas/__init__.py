@@ -1,1 +1,1 @@
-"""Deltas between checkpoints."""
+"""Writes and applies deltas between checkpoints."""

@@ -1,4 +1,4 @@
-"""Reads chains of deltas, and makes the bytes of a checkpoint with the chain applied."""
+"""Reads chains of deltas, and computes the tensors of a checkpoint with the chain applied."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,19 +32,19 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 
 class _Delta(NamedTuple):
-    """A directory that holds a delta."""
+    """A directory with one delta."""
 
     place: StoragePath
     version: str
     base_version: str
     digest: str | None
-    """Of what it makes; deltas of others do not say it, nor that of their base."""
+    """Digest of the new state; deltas of other tools record neither it nor `base_digest`."""
     base_digest: str | None
     patches: Mapping[str, Patch]
 
 
 def read_delta(place: StoragePath) -> _Delta:
-    """Read what a delta says of itself; CheckpointError if that does not hold."""
+    """Read the index of a delta; raises CheckpointError if it is inconsistent."""
     index = file_inside(place, DELTA_INDEX, place)
     stated = read_json(index, "index")
     about = checked(stated.get("metadata"), dict, index, "metadata")
@@ -108,16 +108,16 @@ def _text(stated: object) -> str | None:
 
 
 def _version(stated: object, index: StoragePath) -> str:
-    """Return a version; numbers are the same however many zeros lead them."""
+    """Return a version, without leading zeros if it is a number."""
     if not isinstance(stated, str | int) or isinstance(stated, bool):
         raise CheckpointError(f"{index}: has no version and base_version; publish it again")
     return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
-    """Return a checkpoint with a chain of deltas on it; all is checked that needs no data.
+    """Return a checkpoint with a chain of deltas applied; checks everything but the data.
 
-    Raises CheckpointError if the deltas are no chain, or are for another checkpoint.
+    Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
     if isinstance(deltas, str | PurePath):
         raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of them, in order")
@@ -163,7 +163,7 @@ def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
 
 
 class DeltaCatalog(ComputedCatalog):
-    """A checkpoint with deltas on it."""
+    """A checkpoint with deltas applied."""
 
     def __init__(
         self, base: Catalog, patches: Mapping[str, tuple[Patch, ...]], chain: Sequence[_Delta]
@@ -186,7 +186,7 @@ class DeltaCatalog(ComputedCatalog):
             self.wants_digests = frozenset(self.names) - self._stated.keys()
 
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor whose bytes are made by applying deltas."""
+        """Return a tensor whose bytes are computed by applying deltas."""
         base, patches = self.base.tensor(name), self._patches[name]
         if not base.boxes:
             return base
@@ -197,13 +197,13 @@ class DeltaCatalog(ComputedCatalog):
         return replace(base, spec=None, boxes=(box,))
 
     def origin(self, name: str) -> tuple[object, ...]:
-        """Return what is equal for tensors of the same bytes and deltas."""
+        """Return a key that is equal for tensors with the same stored bytes and deltas."""
         return self.base.origin(name), self._patches.get(name)
 
     def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
-        """Compare what was made with what the last delta says of it.
+        """Compare the digests of the written tensors with that of the last delta.
 
-        Tensors that changed have the digests that it states, for their checksums were right.
+        Changed tensors have the digests in the delta, since their checksums matched.
         """
         last = self._chain[-1]
         if last.digest is None:
@@ -220,9 +220,9 @@ class DeltaCatalog(ComputedCatalog):
 
 
 class _Stream:
-    """Bytes of a tensor with deltas applied: frames can only be read from their beginning.
+    """Bytes of a tensor with deltas applied, as a stream: frames are read from their beginning.
 
-    Reading on continues the stream; reading an earlier byte begins it again.
+    Reading an earlier byte restarts the stream.
     """
 
     def __init__(self, tensor: StoredTensor, patches: Sequence[Patch]) -> None:
@@ -232,7 +232,7 @@ class _Stream:
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """Bytes that are read, by file."""
+        """Number of bytes to read, by file."""
         sizes = bytes_in_files([self._tensor])
         for patch in self._patches:
             sizes[patch.path] = sizes.get(patch.path, 0) + patch.num_bytes
@@ -256,7 +256,7 @@ class _Stream:
                 next(self._blocks, None)  # compares checksums
 
     def _take(self, count: int, room: memoryview | None) -> None:
-        """Take the next bytes of the stream, into memory if there is any."""
+        """Advance the stream by some bytes, into memory if any is given."""
         done = 0
         while done < count:
             self._rest = self._rest or next(self._blocks)

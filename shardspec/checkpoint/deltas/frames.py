@@ -1,6 +1,6 @@
-"""Tensors with deltas on them, read in a stream.
+"""Applies the frames of deltas to tensors, in a stream.
 
-Frames are decompressed as the tensor is read, block by block, so memory does not grow with either.
+Frames are decompressed block by block as the tensor is read, so memory stays bounded.
 """
 
 import zlib
@@ -20,13 +20,13 @@ from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
 _POSITIONS: Final = 1 << 16
-"""Read at once."""
+"""Positions read per step."""
 _PIECE_BYTES: Final = 1 << 17
-"""Read and changed at once, in the CPU's cache."""
+"""Bytes read and changed per step; they fit the CPU's cache."""
 _HEAD_BYTES: Final = 18
-"""The longest header of a frame."""
+"""Size of the longest header of a frame."""
 _WINDOW_BYTES: Final = 1 << 27
-"""Most memory that a frame may ask for."""
+"""Maximum memory that a frame may request."""
 
 _Change: TypeAlias = Callable[[NDArray[np.uint8], int], object]
 """Applies one delta to a tensor: called with each block in order, and its start."""
@@ -51,13 +51,13 @@ class Patch:
 
 
 class Hash(Protocol):
-    """A checksum that is taken piece by piece."""
+    """A checksum that is computed piece by piece."""
 
     def update(self, data: Any, /) -> None:  # noqa: ANN401
-        """Take in bytes."""
+        """Add bytes."""
 
     def hexdigest(self) -> str:
-        """Return the checksum of all so far."""
+        """Return the checksum of all bytes so far."""
 
 
 class _Adler32:
@@ -72,7 +72,7 @@ class _Adler32:
 
 
 def new_hash(name: str, where: object) -> Hash:
-    """Return a checksum by its name in the index; CheckpointError for one that is not read."""
+    """Return a checksum by its name in the index; raises CheckpointError if it is unknown."""
     if name == "adler32":
         return _Adler32()
     if name == "xxh3-128":
@@ -85,7 +85,7 @@ def new_hash(name: str, where: object) -> Hash:
 
 
 def extra(name: str) -> ModuleType:
-    """Import a package of the extra `delta`; CheckpointError says how to get it."""
+    """Import a package of the extra `delta`; raises CheckpointError if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -146,7 +146,7 @@ def check_fits(name: str, patch: Patch, num_bytes: int) -> None:
 
 
 class Patching:
-    """Applies patches to the bytes of a tensor, which come in order."""
+    """Applies patches to the bytes of a tensor, in order."""
 
     def __init__(self, tensor: StoredTensor, patches: Sequence[Patch], files: OpenFiles) -> None:
         self._name, self._last = tensor.name, patches[-1]
@@ -224,7 +224,7 @@ class _Xor:
 
 
 class _Overwrite:
-    """Positions and values lie one after the other: the frame is read twice at once."""
+    """Applies positions and values; one follows the other, so two readers share the frame."""
 
     def __init__(self, tensor: StoredTensor, patch: Patch, files: OpenFiles) -> None:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))

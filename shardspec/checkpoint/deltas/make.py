@@ -1,10 +1,10 @@
-"""Deltas: what changed from one checkpoint to the next, in the layout of slime and ModelExpress.
+"""Writes deltas between checkpoints, in the layout of slime and ModelExpress.
 
-A directory holds one delta: an index, whose metadata names the old and the new version, and a
-safetensors file with an entry for each tensor that changed: one zstd frame, of the XOR of old and
-new bytes, or of the positions and values of bytes that differ. The checksums of the new states are
-in the file's metadata. What the format lacks is in the index's metadata too, where others ignore
-it: digests of the base, and of what the delta makes of it.
+A delta is a directory with an index and a safetensors file. The metadata of the index names the old
+and the new version. The file has one entry per changed tensor: a zstd frame of the XOR of old and
+new bytes, or of the positions and values of the bytes that differ. The checksums of the new tensors
+are in the file's metadata. The index also has digests of the base and of the new state, which other
+tools ignore.
 """
 
 import json
@@ -41,28 +41,28 @@ _FILE_NAME: Final = "model-00000-of-00001.safetensors"
 _MOST_VERSION: Final = 999_999
 _LEVEL: Final = 1
 _WINDOW_LOG: Final = 17
-"""128 KiB: what is compressed, and what readers decompress, stays in the CPU's cache."""
+"""128 KiB: the window of writers and readers fits the CPU's cache."""
 _MOST_POSITIONS: Final = 1 << 32
-"""Positions are numbers of 32 bits."""
+"""Positions have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaReport:
-    """What was written."""
+    """Facts about a written delta."""
 
     path: PurePath
     tensors: int
-    """Of the checkpoint."""
+    """Number of tensors in the checkpoint."""
     changed: int
-    """Tensors with changes."""
+    """Number of tensors with changes."""
     num_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     changed_bytes: int
-    """Bytes that are not the same."""
+    """Number of bytes that differ."""
     written_bytes: int
-    """Of the frames."""
+    """Bytes of the frames."""
     digest: str
-    """Of the new state."""
+    """Digest of the new state."""
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -81,23 +81,23 @@ def delta(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> DeltaReport:
-    """Write what changed from one checkpoint to another, which has the same names, dtypes, shapes.
+    """Write the changes between two checkpoints with equal names, dtypes and shapes.
 
     Parameters
     ----------
     base, new
         Checkpoints in any formats and shardings, perhaps `mapped` to the names of the base; or
-        state dicts whose tensors are in this process: keep a copy of what was published last.
+        state dicts whose tensors are in this process. Keep a copy of the state published last.
     output
         The directory to write, as ``weight_v000001``.
     version, base_version
         Numbers of the new state, and of the base, by default the one before.
     encoding
-        ``"xor"``, or ``"overwrite"`` for positions and values, which may be applied twice.
+        ``"xor"``, or ``"overwrite"``, which stores positions and values and may be applied twice.
     checksum
         ``"xxh3-128"``, or ``"adler32"``, which ModelExpress reads.
     overwrite
-        Replace the delta that is there.
+        Replace an existing delta.
     progress
         Called with the bytes that are compared so far, and in all.
 
@@ -186,7 +186,7 @@ def apply_delta(
     digests: PurePath | str | None = None,
     progress: Progress | None = None,
 ) -> WriteReport:
-    """Write a checkpoint with a chain of deltas on it; each byte of it is read and written once.
+    """Write a checkpoint with a chain of deltas applied; each byte is read and written once.
 
     Parameters
     ----------
@@ -195,15 +195,15 @@ def apply_delta(
     deltas
         Directories that `delta`, slime or ModelExpress have written, in order.
     output
-        A safetensors file, or a directory of such.
+        A safetensors file, or a directory of safetensors files.
     threads, overwrite, digests, progress
         As for `merge`.
 
     Raises
     ------
     CheckpointError
-        If the deltas are no chain, or not of this base, or anything is damaged. Nothing appears
-        under the name of the output.
+        If the deltas do not form a chain on this base, or a file is damaged. Then no output appears
+        under its name.
 
     Examples
     --------
@@ -232,7 +232,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that both have the same tensors, whole and finished."""
+    """Check that both have the same tensors, without pending reductions."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -274,7 +274,7 @@ class _Writer:
         self.changed = [name for name in old.names if not self._same(name)]
 
     def report(self) -> DeltaReport:
-        """Return what was compared and written."""
+        """Return the report."""
         return DeltaReport(
             self.path.public(),
             len(self.sides[0].names),
@@ -286,7 +286,7 @@ class _Writer:
         )
 
     def write(self, write: WriteAt) -> None:
-        """Write the frames of all that changed, and last the header, for which there is room."""
+        """Write the frames of changed tensors, and last the header, for which room is reserved."""
         room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.changed)
         room += -room % 8
         entries, checksums = {}, {}
@@ -313,7 +313,7 @@ class _Writer:
         yield packer.flush()
 
     def _blocks(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the bytes of a tensor in both, block by block, each valid until the next."""
+        """Yield the bytes of a tensor in both checkpoints by block, each valid until the next."""
         readers = [
             read_whole(side.tensor(name), self.files, buffers)
             for side, buffers in zip(self.sides, self.buffers, strict=True)
@@ -322,7 +322,7 @@ class _Writer:
             yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
     def _same(self, name: str) -> bool:
-        """Return whether a tensor is the same in both; then its digest is noted."""
+        """Return True if a tensor is equal in both; then record its digest."""
         outline, at = self.sides[0].outline(name), 0
         value = TensorDigest(outline.dtype, outline.shape)
         for old, now in self._blocks(name):
@@ -349,7 +349,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return how many bytes the content of a frame has, and what yields them."""
+        """Return the number of bytes in a frame's content, and a generator of them."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:

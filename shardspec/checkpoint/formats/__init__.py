@@ -1,9 +1,9 @@
-"""Formats: the members that all of them have, and the list of those that exist.
+"""Defines `Format`, and lists the formats of this library and of installed packages.
 
-Each module of this folder but `model_files` is a format and has it under the name `FORMAT`. Another
-package has one by an entry point of the group ``shardspec.formats`` that leads to a `Format`. Those
-that come along are asked first, so a package does not change how they are read, and modules are
-imported as they are asked.
+A module of this folder that is a format defines it under the name `FORMAT`. Another package
+provides one through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
+Built-in formats are tried first, so a package cannot change their reading. Modules are imported on
+demand.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ MODULES: Final = {
     "rank_files": ("rank",),
     "torch_file": (".pt", ".bin"),
 }
-"""Modules in the order in which they are asked: what names of files say most about comes first. A
-module is asked only where a name has one of these texts in it, and imported when it is asked."""
+"""Formats in order of recognition, the most specific file names first. A module is imported and
+tried only if a file name contains one of these texts."""
 DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": "native"}
-"""The modules of the formats that are written if the caller names none."""
+"""Modules of the formats that are written by default."""
 _MOST_TRACKER_BYTES: Final = 4096
 
 Way: TypeAlias = Literal["merged", "sharded"]
@@ -52,60 +52,60 @@ Keeps: TypeAlias = Literal["tensors", "notes", "values", "objects"]
 
 
 class OpenOptions(NamedTuple):
-    """What a caller says about a checkpoint whose format does not say it."""
+    """Facts from the caller that the format of a checkpoint does not record."""
 
     ranks: int | None = None
-    """How many ranks have written it."""
+    """Number of ranks that wrote the checkpoint."""
     source_rules: Mapping[str, object] | PurePath | str | None = None
-    """How they have sharded tensors: pattern of names to spec, or a TOML file of such."""
+    """Name pattern to the spec by which they sharded tensors, or a TOML file of these."""
 
 
 class FileStart(NamedTuple):
-    """How a file begins."""
+    """Name, first bytes and size of a file."""
 
     name: str
     head: bytes
-    """Its first 16 bytes."""
+    """First 16 bytes."""
     num_bytes: int
 
     @property
     def is_zip(self) -> bool:
-        """Whether it is a zip, and not a safetensors file with a header of just such a length."""
+        """True for a zip, but not for a safetensors file whose header length looks like one."""
         return self.head.startswith(b"PK\3\4") and self.head[8:9] != b"{"
 
 
 class Wanted(NamedTuple):
-    """What an output is to hold."""
+    """Requested contents of an output."""
 
     name: str
-    """Of the output: the last part of its path."""
+    """Last part of the output's path."""
     way: Way
     tensors: Sequence[OutputTensor]
-    """Sorted by their names in the output."""
+    """Tensors, sorted by their names in the output."""
     carried: Carried
     """Entries that are not tensors."""
     mesh: DeviceMesh
     """The devices to shard for; one device where tensors are written whole."""
     layouts: Mapping[str, Layout]
-    """How each tensor is sharded over them, by its name in the output; nothing pending."""
+    """Layout of each tensor by its name in the output, without pending reductions."""
     save: str
-    """Names this save: 16 hexadecimal digits, another text for each."""
+    """Unique id of this save: 16 hexadecimal digits."""
     metadata: bool = True
-    """Whether the metadata of safetensors files goes along."""
+    """True if the metadata of safetensors files is copied."""
     sidecars: bool = True
-    """Whether the files beside the weights do."""
+    """True if non-weight files are copied."""
     max_shard_bytes: int | None = None
-    """Most bytes of tensors in a file, where the format takes a limit."""
+    """Maximum bytes of tensors in a file, if the format takes a limit."""
 
 
 class Newest(NamedTuple):
-    """The checkpoint that counts in the directory of a run."""
+    """Current checkpoint in the directory of a run."""
 
     place: StoragePath
     note: str
-    """For the user: how it was found."""
+    """Note for the user about how it was found."""
     of_run: bool = False
-    """Whether it is in the format of the run, if the names in it show no format."""
+    """True if it has the format of the run when its own file names show none."""
 
 
 def never(_: object) -> bool:
@@ -115,9 +115,9 @@ def never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A way to write checkpoints: a module of `formats` has one under the name `FORMAT`.
+    """A checkpoint format: how to recognize, open and write it.
 
-    The first three members are needed to read it, `lay_out` and `writes` to write it.
+    Reading needs the first three members, writing needs `lay_out` and `writes`.
 
     Examples
     --------
@@ -127,50 +127,50 @@ class Format:
     """
 
     name: str
-    """As `merge(format=)` and the command line name it."""
+    """Name in `merge(format=)` and on the command line."""
     recognizes: Callable[[Collection[str]], bool]
-    """Returns whether a directory with these names is of this format."""
+    """Returns True if a directory with these file names has this format."""
     open: Callable[[StoragePath, OpenOptions], Catalog]
-    """Reads what describes a checkpoint at a directory or file, and not its data."""
+    """Opens a checkpoint at a directory or file; reads its metadata, not its data."""
     lay_out: Callable[[Catalog, Wanted], Target] | None = None
-    """Returns the files of an output, and which boxes they hold; None if it is only read."""
+    """Returns the files of an output and the boxes in each; None if the format is only read."""
     writes: tuple[Way, ...] = ()
-    """How `lay_out` can be asked to write."""
+    """Kinds of output that `lay_out` supports."""
     title: str = ""
-    """As text calls it, and the catalogs that `open` returns; by default its name."""
+    """Name in messages and in the catalogs that `open` returns; by default `name`."""
     extensions: tuple[str, ...] = ()
-    """How the names of files end that are checkpoints by themselves. If it has any, whole tensors
-    are written into one such file, else into a directory."""
+    """Extensions of files that are checkpoints by themselves. If there are any, whole tensors are
+    written into one such file, else into a directory."""
     owns: Callable[[str], bool] = never
-    """Returns whether a relative name in a directory of this format is of a file of its own, beside
-    those that its catalog lists: such files are replaced when the checkpoint is."""
+    """Returns True for relative names of further files of a checkpoint that its catalog does not
+    list: they are replaced with the checkpoint."""
     sidecars: Callable[[StoragePath, Collection[str]], set[str]] = model_sidecars
-    """Returns which files of a directory belong to the checkpoint in it beside the weights, given
-    their names; they are copied into outputs that are directories."""
+    """Returns the non-weight files that belong to a checkpoint, given the names in its directory;
+    they are copied into outputs that are directories."""
     keeps: Keeps = "values"
-    """What it has beside tensors: nothing; notes of a run; entries of the state dict that are plain
-    values; or all entries, which are then copied as they are stored."""
+    """Entries besides tensors: none; notes of a run; plain values of the state dict; or all, which
+    are then copied unread."""
     limits_files: bool = False
-    """Whether `lay_out` takes `Wanted.max_shard_bytes`."""
+    """True if `lay_out` uses `Wanted.max_shard_bytes`."""
     stacks_layers: bool = False
-    """Whether Megatron-core saves in it, with a tensor for each weight of all layers."""
+    """True if Megatron-core saves in it, with one tensor per weight of all layers."""
     instead: str = ""
-    """If it is only read: what to write instead."""
+    """Format to write instead, if this one is only read."""
     reads_file: Callable[[FileStart], bool] = never
-    """Returns whether a file is a checkpoint by itself, or names the others of one."""
+    """Returns True if a file is a checkpoint by itself, or lists the files of one."""
     names_others: Callable[[str], bool] = never
-    """Returns whether the other files of a checkpoint lie beside a file of this name."""
+    """Returns True if a file of this name lists the other files of a checkpoint beside it."""
     part_of: Callable[[StoragePath], StoragePath | None] | None = None
     """Returns the directory of the checkpoint that a file is a part of. By default that is the
     directory of any file whose name is recognized, if `reads_file` is not given."""
     newest: Callable[[StoragePath, Sequence[str]], Newest | None] | None = None
-    """Returns the checkpoint that counts in a directory with these names, if it is of a run."""
+    """Returns the current checkpoint in a directory with these names, if it is that of a run."""
     nested: bool = False
-    """Whether files lie in directories below."""
+    """True if files may be in subdirectories."""
     takes: tuple[str, ...] = ()
-    """The `OpenOptions` that `open` heeds; others are refused."""
+    """Names of the `OpenOptions` that `open` uses; others are refused."""
     known_by: str = ""
-    """Example of a file in its directories, for errors."""
+    """Example of a file name in its directories, for errors."""
 
     def __post_init__(self) -> None:
         if self.keeps not in get_args(Keeps):
@@ -186,7 +186,7 @@ class Format:
 
     @property
     def called(self) -> str:
-        """What text calls it."""
+        """Name of the format in messages."""
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
@@ -205,13 +205,13 @@ def _module(name: str) -> Format:
 
 
 def formats(names: Collection[str] | None = None) -> Iterator[Format]:
-    """Yield all formats in the order in which they are asked, or those that may have such names."""
+    """Yield the formats in order of recognition; given file names, only those that may match."""
     yield from built_in(names)
     yield from installed()
 
 
 def built_in(names: Collection[str] | None = None) -> Iterator[Format]:
-    """Yield the formats that come along, or of these the ones that may have such names."""
+    """Yield the built-in formats; given file names, only those that may match."""
     for module, markers in MODULES.items():
         if names is None or any(marker in name for marker in markers for name in names):
             yield _module(module)
@@ -278,12 +278,12 @@ def format_called(title: str) -> Format | None:
 
 
 def written_names(way: Way) -> list[str]:
-    """Return the names of the formats that can be written in a way."""
+    """Return the names of the formats that can write this kind of output."""
     return [format.name for format in formats() if way in format.writes]
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it cannot be written in a way."""
+    """Return a format by its name; raises `CheckpointError` if it cannot write this kind."""
     format = next((format for format in formats() if format.name == name), None)
     if format is not None and way in format.writes:
         return format
@@ -296,9 +296,9 @@ def written_format(name: str, way: Way) -> Format:
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:
-    """Return the format that is written if the caller names none.
+    """Return the default format of an output.
 
-    It is the one whose files end in `suffix`, unless a `directory` is to be written.
+    For a file it is the format with the extension `suffix`, if there is one.
     """
     if way == "sharded":
         return _module(DEFAULTS["shards"])
@@ -344,9 +344,9 @@ def merged_format(
 def named_by(
     tracker: StoragePath, names: Collection[str], folders_of: Callable[[str], Sequence[str]]
 ) -> Newest:
-    """Return the checkpoint that a file of a run names.
+    """Return the checkpoint that a tracker file of a run names.
 
-    `folders_of` returns the names that a directory may have for what the file says. Raises
+    `folders_of` returns the possible directory names for the text of the file. Raises
     `CheckpointError` if none of them is among `names`.
     """
     run = tracker.parent

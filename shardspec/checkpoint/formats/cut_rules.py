@@ -1,17 +1,17 @@
-"""Models sharded over tensor parallel ranks by the rules of a tool: Megatron's and Meta's.
+"""Merges tensor parallel rank files of Megatron and Meta by sharding rules.
 
-The files of Megatron and Meta do not say how a tensor was sharded; rules do: a pattern of names, as
-in a shell, to a spec over the axis ``tp``. For a fused tensor they also give the parts of the
-sharded dim, each sharded by itself. In TOML::
+The files do not record how a tensor was sharded. A rule maps a shell pattern of names to a spec
+over the axis ``tp``. For a fused tensor it also gives the parts of the sharded dim, and each part
+is sharded separately. In TOML::
 
     "*.linear_fc2.weight" = "[R,S(tp)]"
     "*.linear_fc1.weight" = { spec = "[S(tp),R]", parts = 2 }
     "*.qkv.weight" = { spec = "[S(tp),R]", parts = [4, 1, 1] }
 
-Those of the caller come before those that follow from families of models. A tensor without a rule
-is refused: equal bytes on all ranks prove nothing. Every rank stores the tensors that are not
-sharded, and the copies are compared. Each file counts its layers and experts from 0; here they
-follow on from those of the stages and expert parallel ranks before.
+Rules of the caller come before those of the model families. A tensor without a rule is refused:
+equal bytes on all ranks prove nothing. Every rank stores the unsharded tensors, and the copies are
+compared. Each file numbers its layers and experts from 0; in the catalog, numbers continue from the
+previous stage or expert parallel rank.
 """
 
 import re
@@ -46,7 +46,7 @@ _EXPERT: Final = re.compile(
     r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?\Z)",
     re.DOTALL,
 )
-"""What is numbered; the texts before and after the number say in which list."""
+"""Names of numbered layers and experts; the text around the number identifies their list."""
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
@@ -64,7 +64,7 @@ def read_toml(path: PurePath) -> dict[str, object]:
 
 
 def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
-    """Return rules as specs, in which the parts are proportions."""
+    """Parse rules into specs, with parts as proportions."""
     stated_by = "rules"
     if isinstance(rules, PurePath | str):
         rules, stated_by = read_toml(PurePath(rules)), str(rules)
@@ -97,22 +97,21 @@ def _rule(value: object, what: str) -> RuleSpec:
             cuts = dict.fromkeys(whole.dim_partition_dict, cut)
             return replace(rule, spec=ShardingSpec(whole.dims, cuts))
     raise CheckpointError(
-        f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
-        "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
-        "a list of their proportions. A pattern with dots or stars has to be in quotes too"
+        f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone, or a table "
+        "of spec and parts (a number or proportions); quote patterns with dots or stars too"
     )
 
 
 class SourceRules(NamedTuple):
-    """Rules that say how tensors are sharded: the caller's, and then those of families."""
+    """Sharding rules: those of the caller, then those of model families."""
 
     own: Mapping[str, RuleSpec]
     shipped: Mapping[str, RuleSpec]
     old_qkv: bool = False
-    """Whether the files are so old that query_key_value is not sorted by heads."""
+    """True for old files, whose query_key_value is not sorted by heads."""
 
     def find(self, name: str, dims: int, path: StoragePath) -> ShardingSpec:
-        """Return how a tensor was sharded; `path` is for errors."""
+        """Return the spec of a tensor; `path` is for errors."""
         for rules in (self.own, self.shipped):
             pattern = last_match(rules, name)
             if pattern is not None:
@@ -134,18 +133,18 @@ class SourceRules(NamedTuple):
 
 
 class ModelChunk(NamedTuple):
-    """Layers that follow each other in one stage: the state of each tensor parallel rank."""
+    """Consecutive layers of one stage: the state of each tensor parallel rank."""
 
     states: Sequence[TorchState]
     first_rank: int = 0
-    """The number of the first of them among all ranks."""
+    """Global rank of the first state."""
     expert_rank: int = 0
-    """The expert parallel rank of all of them; their other tensors are copies of the first's."""
+    """Expert parallel rank; tensors that are not experts are copies of those of rank 0."""
     expert_ranks: int = 1
 
 
 def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str, StoredTensor]:
-    """Return the tensors of the whole model; layers and experts of later chunks count on."""
+    """Return the tensors of the model; later chunks continue the numbers of layers and experts."""
     tensors: dict[str, StoredTensor] = {}
     layers_before: Counter[str] = Counter()
     for chunk in chunks:
@@ -177,7 +176,7 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
 
 
 def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
-    """Return how many layers or experts each list of a chunk has; all count from 0."""
+    """Return the number of layers or experts in each list of a chunk, numbered from 0."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
         numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
@@ -193,7 +192,7 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple
 
 
 def _count_experts(chunk: ModelChunk) -> int:
-    """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
+    """Return the number of experts per layer of a chunk; 0 if they keep their numbers."""
     path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
         return 0
@@ -201,8 +200,8 @@ def _count_experts(chunk: ModelChunk) -> int:
         if ".experts." in name and not _EXPERT.match(name):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
-                "kernels keep them, which is not read of expert parallel runs; save with "
-                "megatron.core.dist_checkpointing (torch_dist)"
+                "kernels keep them; with expert parallel ranks, save as torch_dist "
+                "(megatron.core.dist_checkpointing)"
             )
     counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
@@ -214,7 +213,7 @@ def _count_experts(chunk: ModelChunk) -> int:
 
 
 def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -> StoredTensor:
-    """Return a tensor of one chunk, by its global name, with what every rank holds."""
+    """Return a tensor of one chunk, by its global name, with the boxes of every rank."""
     shards = [(state.path, *state.tensors[local_name]) for state in chunk.states]
     first_path, first, _ = shards[0]
     for path, local, _ in shards:

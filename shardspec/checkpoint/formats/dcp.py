@@ -1,9 +1,9 @@
-"""Directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp`` files.
+"""Reads and writes directories of `torch.distributed.checkpoint` (DCP).
 
-The metadata, a pickle, lists the chunks of every tensor and the file that stores each. A chunk is a
-small zip, in which the tensor's bytes are read in place. Files do not name their rank, and the
-metadata has no digests: a file in the place of another is detected by the lengths, shapes and
-dtypes of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
+The file ``.metadata``, a pickle, lists the chunks of every tensor and the ``*.distcp`` file of
+each. A chunk is a small zip, in which the tensor's bytes are read in place. Files do not name their
+rank, and the metadata has no digests. A swapped file is detected by the lengths, shapes and dtypes
+of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
 
 Megatron-core's ``torch_dist`` is such a directory. Before version 0.13 its distributed optimizer
 stores tensors **flat**: each data parallel rank has a range of a block of the tensor, listed with
@@ -59,7 +59,7 @@ _OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
 _OBJECT_OF_MEGATRON: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 """The end of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
 _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
-"""Files beside the weights that Megatron-core writes; it writes both."""
+"""Non-weight files of Megatron-core, which writes both."""
 _LIGHTNING: Final = "meta.pt"
 _MAX_METADATA_BYTES: Final = 1 << 20
 """Bytes read of Megatron-core's ``metadata.json``."""
@@ -67,9 +67,9 @@ _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|
 
 
 class _DcpCatalog(catalog.Catalog):
-    """The tensors and values of such a directory; nested names are joined by dots, as torch does.
+    """Tensors and values of a DCP directory; nested names are joined by dots, as in torch.
 
-    Tensors that are pickled within entries count as tensors; in `as_stored`, the entries are whole.
+    Tensors inside pickled entries are listed too; `as_stored` does not unpack the entries.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class _DcpCatalog(catalog.Catalog):
         self._outlines, self._inside, self._as_stored = tensors, inside, as_stored
 
     def as_stored(self) -> catalog.Catalog:
-        """Return the checkpoint with pickled entries whole."""
+        """Return the checkpoint without unpacking pickled entries."""
         whole = self._as_stored
         if whole is None:
             return self
@@ -100,7 +100,7 @@ class _DcpCatalog(catalog.Catalog):
         return self._outlines[name]
 
     def origin(self, name: str) -> Hashable:
-        """Return the places of a tensor's chunks in the metadata."""
+        """Return the file positions of a tensor's chunks, from the metadata."""
         if name in self._inside.tensors:
             return super().origin(name)
         boxes = self._outlines[name].boxes

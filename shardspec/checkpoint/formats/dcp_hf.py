@@ -1,15 +1,15 @@
-"""torch DCP in Hugging Face format: safetensors files per rank, with the offsets of their boxes.
+"""Reads torch DCP in Hugging Face format: a safetensors file per rank, with offsets of boxes.
 
 With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for each file i of n of the merged model
-whose tensors it has. **Neither the shapes of tensors nor the number of ranks is recorded.** So
-the extent of the boxes is taken for the shape only if one of these confirms it:
+whose tensors it has. **Neither the shapes of tensors nor the number of ranks is recorded.** The
+extent of the boxes is used as the shape only if one of these confirms it:
 
-- the caller states how many ranks have written files (`ranks`), and as many are there;
-- there are shards of several ranks, whose numbers and boxes leave no gap and whose sizes are those
-  of `torch.chunk` for that many ranks or one of their axes; a note states the assumption;
-- the folder is called ``sharded``, and merged tensors of the same names, shapes and dtypes lie
-  above it: torch writes them with ``enable_consolidation=True``.
+- the caller gives the number of ranks (`ranks`), and there are that many files;
+- shards of several ranks have consecutive numbers and boxes without gaps, and their sizes are those
+  of `torch.chunk` for that number of ranks or a divisor of it; a note records the assumption;
+- the folder is called ``sharded``, and its parent has merged tensors of the same names, shapes and
+  dtypes: torch writes them with ``enable_consolidation=True``.
 
 Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.8 to 2.13.
 """
@@ -62,8 +62,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     if len(shards) < len(names):
         raise CheckpointError(
             f"{directory}: holds shards and other safetensors files; name the file to read, or "
-            "move the shards into a folder of their own, called 'sharded' if the others are the "
-            "same model merged"
+            "move the shards to another folder, called 'sharded' if the others are merged"
         )
     home, merged = directory.resolved(), None
     beside = home.parent.names() if home.name == "sharded" else []
@@ -175,8 +174,8 @@ def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> N
     if {*lengths} != {length} or last > length or length not in axes:
         raise CheckpointError(
             f"{directory}: tensor {tensor.name!r} is cut into {len(lengths) + 1} parts along dim "
-            f"{dim}, of {length} to {last} elements, as torch does not cut {size} for {ranks} "
-            "ranks, so that a shard may be missing; restore it, or say how many have written: ",
+            f"{dim}, of {length} to {last} elements, but torch cuts {size} for {ranks} ranks "
+            "otherwise; restore the missing shard, or give the number of ranks: ",
             Argument("ranks"),
         )
 

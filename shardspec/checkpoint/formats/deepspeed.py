@@ -1,18 +1,18 @@
-"""DeepSpeed's ZeRO checkpoints, stages 1 to 3: the weights, as `zero_to_fp32.py`, and the moments.
+"""Reads DeepSpeed's ZeRO checkpoints, stages 1 to 3: weights and optimizer moments.
 
 Every rank writes ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`` with **flat** fp32 tensors,
 one for each group of parameters, and the optimizer's moments of the same lengths.
 ``[zero_pp_rank_R_]mp_rank_00_model_states.pt``, one file in stages 1 and 2 and one for each rank in
 stage 3, has the names and shapes of the parameters in their order (``param_shapes``).
 
-- Stages 1 and 2: the flat tensors of the ranks, joined, hold a group, with padding at the end, and
-  perhaps after each parameter (``param_alignment_paddings``).
-- Stage 3: a rank has ceil(elements / ranks) elements of each parameter, all at the same place.
-  Groups follow each other; a parameter may begin in one and end in the next.
+- Stages 1 and 2: the concatenated flat tensors of the ranks are one group, with padding at the end
+  and possibly after each parameter (``param_alignment_paddings``).
+- Stage 3: a rank has ceil(elements / ranks) elements of each parameter, at the same position on all
+  ranks. Groups are consecutive; a parameter may span two of them.
 
-A range of a flat tensor is a few boxes of the parameter. Tensors are the parameters under their
-names, as fp32; frozen parameters and buffers as they are stored; tied ones; and
-``optimizer.KIND.NAME`` for each KIND that the optimizer keeps (``exp_avg``, ``exp_avg_sq``,
+A range of a flat tensor becomes a few boxes of the parameter. The catalog has the parameters in
+fp32, as `zero_to_fp32.py` makes them; tied ones; frozen parameters and buffers in their stored
+dtype; and ``optimizer.KIND.NAME`` for each KIND of optimizer state (``exp_avg``, ``exp_avg_sq``,
 ``step``). **Swapped files of stage 3 cannot be detected**; those of stages 1 and 2 record their
 place (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
 """
@@ -55,7 +55,7 @@ OPTIMIZER_FILE: Final = re.compile(
 )
 MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OF_RANK: Final = re.compile(rf"(?!mp_){MODEL_FILE.pattern}")
-"""A file of one rank; a single file of model states may be of a run without ZeRO."""
+"""Name of a rank's file; a single file of model states may be of a run without ZeRO."""
 _STEP: Final = re.compile(r"global_step\d+")
 _SCRIPT: Final = "zero_to_fp32.py"
 _TRACKER: Final = "latest"
@@ -73,7 +73,7 @@ _WEIGHT: Final = ""
 
 
 class _FlatPiece(NamedTuple):
-    """A flat tensor of one rank, and its place in the line of tensors that it is joined with."""
+    """A flat tensor of one rank, and its range in the concatenation of flat tensors."""
 
     rank: int
     path: StoragePath
@@ -82,11 +82,11 @@ class _FlatPiece(NamedTuple):
 
 
 _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
-"""Flat tensors that follow each other, by group, or with stage 3 by rank."""
+"""Consecutive flat tensors by group, or with stage 3 by rank."""
 
 
 class _Parameter(NamedTuple):
-    """A parameter, and its place in a line of flat tensors."""
+    """A parameter, and its place in the concatenation of flat tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -406,8 +406,8 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
                 length = 0 if part is None else part.local.shape[0]
                 raise CheckpointError(
                     f"{state.path}: the flat {kind or 'fp32'} tensor of group {group} has {length} "
-                    f"elements, but by param_shapes it should have {min(lengths)}; it was padded "
-                    "or cut off, or these are of another save; restore the files of one"
+                    f"elements, but by param_shapes it should have {min(lengths)}; restore the "
+                    "files of one save"
                 )
             span = range(start, start + part.local.shape[0])
             line.append(_FlatPiece(rank, state.path, part, span))

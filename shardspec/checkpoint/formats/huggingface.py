@@ -1,4 +1,4 @@
-"""Hugging Face's checkpoints: directories of safetensors files, with an index if there are several.
+"""Reads and writes Hugging Face checkpoints: safetensors files, and an index if several.
 
 The index, ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with the
 headers of the files, except `total_size`: writers count tied tensors once or twice. `model_files`
@@ -41,7 +41,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def open_model(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Read an index or that of a directory; without an index, all safetensors files in it."""
+    """Open the model of an index or directory; without an index, all its safetensors files."""
     if is_index(place.name) and not place.is_dir():
         return safetensors.open_files(place.parent, files_of_index(place))
     return safetensors.open_files(place, find_safetensors(place))

@@ -1,15 +1,14 @@
-"""Megatron-LM's checkpoints, ``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``.
+"""Reads Megatron-LM's checkpoints, ``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``.
 
 XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parallel rank; without
-stages, YYY is omitted. Tensors are sharded by the rules of `families/rank_rules.py`; whether
-feed-forward layers are gated follows from the run's arguments. Source:
-megatron/training/checkpointing.py.
+stages, YYY is omitted. Tensors are sharded by the rules of `families/rank_rules.py`. The run's
+arguments record whether feed-forward layers are gated. Source: megatron/training/checkpointing.py.
 
 With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
 second ones. The arguments record the numbers of ranks and layers; without them the caller must give
-``ranks``. They also record the global rank, by which swapped and copied files are detected. Without
-it copies are detected by the digests of torch's zips; **swapped files of equal shapes cannot be
-detected**. The optimizer has no names for its tensors: it is listed among the `extras`.
+``ranks``. They also record the global rank, which reveals swapped and copied files. Without it
+copies are detected by the digests of torch's zips, but **swapped files of equal shapes cannot be
+detected**. The optimizer does not name its tensors, so it is listed among the `extras`.
 """
 
 import re
@@ -72,7 +71,7 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def run_facts(source: Catalog) -> dict[str, int]:
-    """Return the iteration and the parallel sizes that a run of Megatron wrote, if it did."""
+    """Return the iteration and the parallel sizes that a Megatron run recorded; else nothing."""
     first = next(iter(source.files), source.directory)
     if first.name == METADATA_NAME:
         first = file_inside(first.parent, _COMMON, first.parent)

@@ -1,4 +1,4 @@
-"""Meta's checkpoints of LLaMA: ``consolidated.NN.pth``, one a rank, and ``params.json``.
+"""Reads Meta's LLaMA checkpoints: ``consolidated.NN.pth``, one per rank, and ``params.json``.
 
 The number of ranks follows from shapes: norms have the model's width, and ``attention.wo`` of each
 rank its share of the columns. **Swapped files cannot be detected.**

@@ -1,19 +1,19 @@
-"""Finds the files of one model in a folder: those that its index names, or all numbers, or one.
+"""Finds the files of one model in a folder: those in its index, a numbered set, or a single file.
 
 Both safetensors and ``.bin`` files are found by these rules:
 
-- An index, ``{"weight_map": {tensor name: file name}}``, says where each tensor is read, also where
-  another file holds one of the name. Its files may lie in folders below. A numbered file of the
-  same name that it does not list is an error, with a count (``-00001-of-00003``) or without
-  (``part-1``), as is a file that lacks what it should hold.
-- Without one, files numbered ``-00001-of-00003`` must all be there. ``model-1-of-3``,
-  ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
-  ``model.safetensors-00001-of-00003`` are numbers as well; some tools count from 0.
-- A folder is one model. Where files or indexes of several lie in it (``model`` beside
-  ``consolidated`` or ``adapter_model``, or variants of a model) the one to read has to be named.
+- An index, ``{"weight_map": {tensor name: file name}}``, decides the file of each tensor, even if
+  another file has a tensor of that name. Its files may be in subdirectories. A numbered file of
+  the same model that it does not list is an error, with a count (``-00001-of-00003``) or without
+  (``part-1``), and so is a file that lacks a listed tensor.
+- Without an index, all files numbered ``-00001-of-00003`` must exist. Also recognized are
+  ``model-1-of-3``, ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
+  ``model.safetensors-00001-of-00003``; some tools count from 0.
+- A folder contains one model. If it has files or indexes of several (``model`` beside
+  ``consolidated`` or ``adapter_model``, or variants of a model), the caller must name one.
 
-`from_pretrained` of transformers reads ``model.safetensors``, else its index, else the same of
-``pytorch_model.bin``; where several of them are there, other tools read others.
+`from_pretrained` of transformers reads ``model.safetensors``, else its index, else
+``pytorch_model.bin`` or its index; other tools prefer others.
 
 Sources: ``_get_resolved_checkpoint_files`` of transformers/modeling_utils.py and
 ``get_checkpoint_shard_files`` of transformers/utils/hub.py; ``split_torch_state_dict_into_shards``
@@ -32,26 +32,26 @@ from shardspec.text import shown
 
 _INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
-"""Says whether a file name is that of an index of safetensors files, perhaps of a variant."""
+"""Matches the name of an index of safetensors files, or of a variant."""
 _NUMBER: Final = r"\d+[-_](?i:of)[-_]\d+"
 _DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
-"""Says whether a file name is that of a finished safetensors file."""
+"""Matches the name of a finished safetensors file."""
 
 BIN_NAME: Final = "pytorch_model.bin"
 _BIN_NUMBERED: Final = re.compile(
     rf"(?!\.)(?:.*[-_.])?{_NUMBER}(?:[-_.].*)?\.bin|(?!\.).*\.bin[-_.]{_NUMBER}", re.DOTALL
 )
 is_numbered_bin: Final = _BIN_NUMBERED.fullmatch
-"""Says whether a file name is that of one of several ``.bin`` files."""
+"""Matches the name of one of several ``.bin`` files."""
 _BIN_FILE: Final = re.compile(
     rf"(?:(?:diffusion_)?pytorch|adapter)_model(?:\..*)?\.bin|{_BIN_NUMBERED.pattern}", re.DOTALL
 )
 is_bin_file: Final = _BIN_FILE.fullmatch
-"""Says whether a file name is that of a whole model, or of a numbered part of one."""
+"""Matches the name of a ``.bin`` file with a model, or a numbered part of one."""
 _BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_bin_index: Final = _BIN_INDEX.fullmatch
-"""Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
+"""Matches the name of an index of ``.bin`` files, or of a variant."""
 
 _NUMBERED: Final = re.compile(
     r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL
@@ -69,12 +69,12 @@ _MAX_SHOWN: Final = 3
 
 
 class _Place(NamedTuple):
-    """What the name of a file says."""
+    """Parsed name of a file."""
 
     model: str
-    """What it is a part of: its name without the number and the suffix."""
+    """Name of the model: the file name without number and suffix."""
     number: int | None
-    """Its number, of as many as `total`; None if it has none."""
+    """Number of the file among `total`; None if it has none."""
     total: int
 
 
@@ -82,14 +82,14 @@ class ModelFiles(NamedTuple):
     """The files of one model."""
 
     files: Mapping[StoragePath, Set[str]]
-    """Per file the names that the index sends to it; empty sets without an index."""
+    """File to the names that the index assigns to it; empty sets without an index."""
     index_path: StoragePath | None = None
     names: Set[str] = frozenset()
     """All names in the index."""
     below: tuple[Snapshot, ...] = ()
-    """The folders below in which some of the files lie."""
+    """Snapshots of the subdirectories with some of the files."""
     notes: tuple[str, ...] = ()
-    """For the user: what looks odd."""
+    """Warnings for the user."""
 
     @property
     def paths(self) -> tuple[StoragePath, ...]:
@@ -99,8 +99,8 @@ class ModelFiles(NamedTuple):
     def wanted(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
         """Return which of the tensors in a file are read from it.
 
-        Raises `CheckpointError` if it lacks one that the index sends to it, or holds one that the
-        index does not know.
+        Raises `CheckpointError` if it lacks a tensor that the index assigns to it, or has one that
+        the index does not list.
         """
         if self.index_path is None:
             return stored
@@ -171,9 +171,9 @@ def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
 
 
 def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """Return the files of each model by their names, each with how many there should be.
+    """Return the files of each model by name, each with the expected count.
 
-    Numbers of two counts, or of some files only, are of two models.
+    Files with different counts, or with and without a number, belong to different models.
     """
     files_of: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for name in names:
@@ -187,7 +187,7 @@ def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
 
 
 def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> None:
-    """Check that of the numbered files of one model all are there, once."""
+    """Check that each numbered file of one model exists exactly once."""
     count = files[0][1]
     if not count:
         return
@@ -222,7 +222,7 @@ def _sibling(name: str, number: int) -> str:
 
 
 def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointError:
-    """Return the error for a folder with several models, by a file of each."""
+    """Return the error for a folder with several models; it names a file of each."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
     if any(_place(name).total > 1 for name in names):
@@ -231,9 +231,9 @@ def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointE
 
 
 def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Set[str]) -> None:
-    """Refuse a folder whose ``.bin`` files are another model than its safetensors files.
+    """Refuse a folder whose ``.bin`` files are a different model than its safetensors files.
 
-    transformers looks for no other safetensors than ``model`` before it reads ``pytorch_model``.
+    transformers tries only safetensors files named ``model`` before ``pytorch_model.bin``.
     """
     for name in names if _MODEL not in models else ():
         is_of_model = is_bin_index(name) or is_bin_file(name)
@@ -248,7 +248,7 @@ def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Se
 def _by_only_index(
     directory: StoragePath, indexes: Sequence[str], names: Sequence[str]
 ) -> ModelFiles:
-    """Return what the one index of a folder names, if nothing beside it would be read instead."""
+    """Return the files in the only index of a folder, if no file beside it takes precedence."""
     if len(indexes) > 1:
         raise CheckpointError(
             f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
@@ -264,9 +264,9 @@ def _by_only_index(
 
 
 def files_of_index(index: StoragePath) -> ModelFiles:
-    """Read an index and return the files that it names, which are all there.
+    """Read an index, and return the files that it lists; all must exist.
 
-    Raises `CheckpointError` if it names none, or leaves out a numbered file that lies beside them.
+    Raises `CheckpointError` if it lists none, or misses a numbered file beside them.
     """
     names: dict[str, set[str]] = {}
     stated = read_json(index, "index")
@@ -294,7 +294,7 @@ def files_of_index(index: StoragePath) -> ModelFiles:
 
 
 def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -> tuple[str, ...]:
-    """Refuse an index that leaves out a numbered file; return notes of files that are not there."""
+    """Refuse an index that misses a numbered file; return notes about files that do not exist."""
     listing_bins = is_bin_index(index.name) is not None
     is_part = is_bin_file if listing_bins else is_data_file
     notes = []
@@ -327,7 +327,7 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
 
 
 def check_alone(path: StoragePath) -> None:
-    """Refuse a file that is one of several by its number, and say what to name."""
+    """Refuse a file whose number shows that it is one of several; the error names the remedy."""
     model, number, count = _place(path.name)
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):

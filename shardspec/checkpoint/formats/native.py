@@ -1,4 +1,4 @@
-"""shardspec's own format, read and written: `sharding_info.json` and a safetensors file a rank.
+"""Reads and writes shardspec's own format: `sharding_info.json`, and a safetensors file per rank.
 
 The info records the mesh, the spec of each tensor, and which file holds which boxes. See
 ``docs/format.md``.
@@ -51,14 +51,14 @@ is_shard: Final = _SHARD.fullmatch
 _CRC: Final = re.compile("[0-9a-f]{8}")
 _MAX_SPEC: Final = 4096
 _ROOM_BYTES: Final = 1 << 30
-"""The memory for some 900,000 boxes; that of boxes is counted before they are made small."""
+"""Memory for some 900,000 boxes, counted before they are compacted."""
 _MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
 _TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
 _FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
 
 
 class ShardingInfo(NamedTuple):
-    """A whole checkpoint: the mesh, the layout of each tensor, and which file holds which boxes."""
+    """Content of `sharding_info.json`: mesh, layout of each tensor, and boxes of each file."""
 
     save: str
     """The id of this save, which is in the metadata of all its files."""
@@ -68,9 +68,9 @@ class ShardingInfo(NamedTuple):
     values: Mapping[str, object] = MappingProxyType({})
     """Plain values of the state dict that was saved, by name."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
-    """The keys of values in a nested state dict, by the names that join them."""
+    """Dotted name to the keys of a value in the nested state dict."""
     file_metadata: Mapping[str, str] = MappingProxyType({})
-    """Metadata of the safetensors files that the checkpoint was made of."""
+    """Metadata of the safetensors files that the checkpoint was converted from."""
 
 
 def info_lines(info: ShardingInfo) -> Iterator[str]:
@@ -272,7 +272,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
-    """Check that each rank holds boxes that its specs give it, and that every box is in a file."""
+    """Check that each rank's boxes follow from the specs, and that every box is in a file."""
     parts_of: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
     for file in info.files:
         for entry in file.boxes:
@@ -348,7 +348,7 @@ def _stored_boxes(
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
-    """Return the metadata of the file of a rank, by which files of other saves are detected."""
+    """Return the metadata of a rank's file, which identifies the save."""
     return {"format": "pt", "shardspec.rank": str(rank), safetensors.SAVE_KEY: save}
 
 

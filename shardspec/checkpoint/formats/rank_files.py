@@ -1,4 +1,4 @@
-"""Directories with one file of `torch.save` per rank, as trainers and RL stacks write them.
+"""Reads directories with one `torch.save` file per rank, as trainers and RL stacks write them.
 
 **Names.** The end of a file's name gives its family and rank: ``rank``, perhaps ``_`` or ``-``,
 a number, and ``.pt``, ``.pth`` or ``.bin``; ``world_size_W_`` may precede it. The rest in front
@@ -184,7 +184,7 @@ def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
 
 
 def _others(states: Sequence[RankState]) -> dict[str, object]:
-    """Return the plain values by name: the one that all ranks share, or one for each rank."""
+    """Return the plain values by name: one value that all ranks share, or one per rank."""
     others: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
@@ -200,7 +200,7 @@ def _others(states: Sequence[RankState]) -> dict[str, object]:
 # --- tensors, on which all ranks must agree
 
 _Groups: TypeAlias = Sequence[Sequence[RankState]]
-"""The ranks in groups with equal descriptions of tensors, which are one object."""
+"""Groups of ranks whose descriptions of tensors are equal, and stored as one object."""
 
 
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:

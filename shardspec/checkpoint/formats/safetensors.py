@@ -1,4 +1,4 @@
-"""safetensors files, each a checkpoint by itself.
+"""Reads and writes safetensors files, each a checkpoint by itself.
 
 A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
 of the tensors. Every rule of the specification for headers is checked.
@@ -39,7 +39,7 @@ METADATA: Final = {"format": "pt"}
 SAVE_KEY: Final = "shardspec.save"
 """Metadata key of the id of the save, in files of shardspec's own format."""
 MAX_DIMS: Final = 64
-"""The limit of dims of a tensor, that of numpy and torch."""
+"""Maximum number of dims of a tensor in numpy and torch."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The limit that the format sets."""
 _METADATA: Final = "__metadata__"
@@ -67,7 +67,7 @@ class HeaderEntry(NamedTuple):
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
-    """In elements of torch; a header counts numbers, and an element of F4 holds two."""
+    """Shape in elements of torch; a header counts numbers, and an element of F4 has two."""
     offset: int
     """Position of the first byte, from the start of the file."""
     num_bytes: int
@@ -216,7 +216,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                     f"{path.parent}"
                     if place == path
                     else f"{place}: has no sharding_info.json, which is written last; the save did "
-                    "not finish, or that file was lost; save again"
+                    "not finish; save again"
                 )
             wanted = model.wanted(path, {entry.name for entry in header.entries})
             for name, dtype, shape, offset, _ in header.entries:
@@ -248,15 +248,14 @@ def _whole_header(path: StoragePath) -> Header:
     for name, first in (offsets or {}).items():
         if any(first):
             raise CheckpointError(
-                f"{path}: says that it holds a shard of tensor {name!r} from index {list(first)} "
-                "on, but its name is not that of a shard; give it its name back, such as "
-                "shard-00001-model-00001-of-00001.safetensors"
+                f"{path}: holds a shard of tensor {name!r} from index {list(first)} on, but is not "
+                "named as one; rename it, as shard-00001-model-00001-of-00001.safetensors"
             )
     return header
 
 
 def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
-    """Return a header, and the offsets in the global tensors by name; None if it records none.
+    """Return a header, and name to offsets in the global tensor; None if it records none.
 
     Offsets are JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.

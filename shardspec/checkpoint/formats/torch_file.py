@@ -1,8 +1,8 @@
-"""Files of `torch.save` with whole models: one alone, or several with an index or numbers.
+"""Reads and writes `torch.save` files of a model: one file, or several with an index or numbers.
 
-``pytorch_model.bin.index.json`` is read by the rules of ``model.safetensors.index.json``: index and
-files are compared both ways. A file with DTensors is the part of one rank. It is read alone only if
-the part is the whole tensor, as on a mesh of one device.
+``pytorch_model.bin.index.json`` follows the rules of ``model.safetensors.index.json``: every listed
+tensor must be in its file, and the reverse. A file with DTensors is the part of one rank. It is
+read alone only if the part is the full tensor, as on a mesh of one device.
 """
 
 import re
@@ -100,8 +100,8 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             if shape != whole:
                 raise CheckpointError(
                     f"{path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
-                    f"{list(whole)}; name the directory with the files of all ranks (files named "
-                    "like model_world_size_4_rank_0.pt are found by themselves)"
+                    f"{list(whole)}; name the directory with the files of all ranks, such as "
+                    "model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(
@@ -118,7 +118,7 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
 
 
 def _part_by_content(state: TorchState) -> str | None:
-    """Return which kind of part of a checkpoint a file is, by its contents; None if it is whole."""
+    """Return the kind of partial checkpoint in a file, by its contents; None if complete."""
     shapes = state.extras.get("param_shapes")
     for group in shapes if isinstance(shapes, list) else ():
         for name, shape in group.items() if isinstance(group, dict) else ():
@@ -163,9 +163,9 @@ def torch_target(
 
 
 def _tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tensors that share bytes in the files: name to the first name of the same bytes.
+    """Return the tied tensors: name to the first name with the same bytes in the files.
 
-    Tensors with equal values at different places are not among them.
+    Equal values at different positions do not count.
     """
     by_place: dict[object, list[OutputTensor]] = {}
     for tensor in wanted:

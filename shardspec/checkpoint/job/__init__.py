@@ -1,1 +1,1 @@
-"""Saving and loading in a running job."""
+"""Saves and loads checkpoints in a running job."""

@@ -1,7 +1,7 @@
-"""Saves in the background: a copy of a state dict is written while training goes on.
+"""Saves in the background: writes a copy of a state dict while training continues.
 
-The threads of all ranks talk through a gloo group of the save's own, whose connections break at
-once when a rank is killed. The groups of the job belong to the main threads.
+The saving threads of all ranks share a separate gloo group, whose connections break at once when a
+rank is killed. The groups of the job are used only by the main threads.
 """
 
 import atexit
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OPEN: Final[list["PendingSave"]] = []
-"""Saves since the last one that waited for all: their threads belong to the process, too."""
+"""Saves of this process since it last waited for all of them."""
 
 
 class PendingSave:
-    """A save that goes on in the background.
+    """A save in progress in the background.
 
-    The process does not end before it. An error of it is raised by `wait`, and by the next save of
-    the process; if nobody has waited by then, it is printed when the process ends, which then has
-    exit code 1.
+    The process does not end before the save. `wait` raises the error of a failed save, and so does
+    the next save of the process. An error that was never raised is printed at exit, with exit
+    code 1.
 
     Examples
     --------
@@ -70,11 +70,11 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if the save has succeeded or failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when all ranks have written, and the save counts; raise its error otherwise."""
+        """Wait until all ranks have written and the save is published; raise its error if any."""
         self._done.wait()
         self._heard = True
         if self._error is not None:
@@ -82,7 +82,7 @@ class PendingSave:
 
     @property
     def unheard(self) -> BaseException | None:
-        """The error of a save of this process for which nobody has waited."""
+        """Error of the save, if it belongs to this process and was not raised yet."""
         return None if self._heard or self._pid != os.getpid() else self._error
 
 
@@ -96,7 +96,7 @@ def wait_for_open() -> None:
 
 @atexit.register
 def _report_unheard() -> None:
-    """Print errors that nobody has heard, and end the process with exit code 1 if there are any."""
+    """Print errors that were never raised; if there are any, exit with code 1."""
     errors = [error for save in _OPEN if (error := save.unheard) is not None]
     for error in errors:
         print(f"shardspec: an asynchronous save has failed: {error}", file=sys.stderr)
@@ -107,7 +107,7 @@ def _report_unheard() -> None:
 
 
 def copied(what: Described) -> Described:
-    """Return a state dict in memory of its own, on the host."""
+    """Return a copy of a state dict in host memory."""
     import torch
 
     copies: dict[int, torch.Tensor] = {}
@@ -126,7 +126,7 @@ def copied(what: Described) -> Described:
 
 
 class BackgroundCommunicator(Communicator):
-    """Gathers values through a gloo group of its own; made by the main threads of all ranks."""
+    """Gathers values through a separate gloo group, which the main threads of all ranks create."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         import torch.distributed as dist
@@ -144,7 +144,7 @@ class BackgroundCommunicator(Communicator):
 
     @property
     def addressable(self) -> tuple[int, ...]:
-        """Those of the communicator of the main thread."""
+        """Addressable devices of the main thread's communicator."""
         return self._addressable
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
@@ -161,7 +161,7 @@ class BackgroundCommunicator(Communicator):
         return {device: pickle.loads(row[:size].tobytes()) for device, row, size in pairs}
 
     def _all(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Return the tensors of all ranks, one a row."""
+        """Return the tensors of all ranks, one per row."""
         import torch
 
         out = [torch.empty_like(value) for _ in self._ids]
@@ -175,9 +175,9 @@ class BackgroundCommunicator(Communicator):
         return torch.stack(out)
 
     def run(self, *_: object, **__: object) -> Never:
-        """Move no tensors: that is for the main thread."""
+        """Raise an error: only the main thread moves tensors."""
         raise AssertionError("a save moves no tensors")
 
     def on(self, mesh: DeviceMesh) -> Never:  # noqa: ARG002
-        """Serve no other mesh."""
+        """Raise an error: other meshes are not supported."""
         raise AssertionError("a save is of one mesh")

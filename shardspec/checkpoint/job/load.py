@@ -1,7 +1,7 @@
-"""Loading: a plan whose holders are files, carried out by reading.
+"""Loads checkpoints: executes a plan whose source layouts are files.
 
-Every rank reads what its own devices are to hold, and casts where the plan says so. Of copies in
-several files the first is read: if they differed, a model would otherwise be mixed from several.
+Every rank reads the shards of its own devices, and casts where the plan requires it. Of replicas in
+several files the first is read on all ranks, so differing replicas are not mixed.
 """
 
 from collections.abc import Mapping
@@ -63,21 +63,20 @@ def load_sharded(
         The devices to load into; by default the mesh that was saved.
     rules
         Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches is
-        sharded as it was saved: over axes of the same names where both meshes name theirs, else of
-        the same numbers. Given any patterns, it is replicated if the checkpoint does not say how it
-        was sharded.
+        sharded as it was saved: over axes of the same names if both meshes name theirs, else of the
+        same numbers. If the checkpoint does not record its spec, it is replicated, provided that
+        any patterns are given.
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
+        was saved. Other tensors of the checkpoint are not read. A rank without shards passes
         ``{}``, or does not call this.
     names
-        Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
-        be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
-        and `into` have the names that it gives. How the checkpoint was sharded says nothing of
-        these tensors: give rules.
+        Converts the saved tensors to those of another model: a `NameMap`, a list of maps to be
+        applied in order, or new names. It must use every tensor. `rename`, rules and `into` match
+        the names after it. Saved specs do not apply to converted tensors, so give rules.
     communicator
-        Who moves shards; as for `DTensor`.
+        Communicator that moves shards, as for `DTensor`.
     dtype
         Cast floating point tensors to this dtype, to which quantized weights are dequantized;
         tensors of `into` have it.
@@ -85,8 +84,8 @@ def load_sharded(
     Other Parameters
     ----------------
     include, exclude, rename
-        Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
-        have the new names. What these patterns leave out stays as it is in `into`.
+        Selection of tensors and values and their new names, as for `merge`; rules and `into` have
+        the new names. Excluded entries of `into` stay unchanged.
     drop
         Shell patterns of names in the checkpoint whose tensors `names` need not use.
 
@@ -101,9 +100,9 @@ def load_sharded(
     Raises
     ------
     CheckpointError
-        On every rank, if any rank cannot read what it needs, or the checkpoint contradicts itself,
-        or the rules do not fit, or `into` has what the checkpoint has not. Tensors of `into` may
-        then be partly filled.
+        On every rank, if any rank cannot read its shards, the checkpoint is inconsistent, the
+        rules do not fit, or `into` has an entry that the checkpoint lacks. Tensors of `into` may
+        then be partially filled.
 
     Examples
     --------
@@ -166,14 +165,14 @@ def _opened(
 
 
 class Reading(NamedTuple):
-    """What is read, and where it goes."""
+    """Tensors to read, and their destinations."""
 
     source: Catalog
     names: Mapping[str, str]
     """Name of each tensor to that in the checkpoint."""
     layouts: Mapping[str, Layout]
     shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
-    """Those to fill; by default new DTensors are made."""
+    """Shards to fill; by default new DTensors are made."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """Keys of all entries in the nested result."""
     values: Mapping[str, object] = MappingProxyType({})
@@ -215,7 +214,7 @@ def _plan_by_rules(
 def _spec_as_saved(
     source: Catalog, mesh: DeviceMesh, replicated: bool, tensor: OutputTensor
 ) -> ShardingSpec:
-    """Return how a tensor was sharded, for another mesh; replicated if nothing says how."""
+    """Return the saved spec of a tensor for another mesh; replicated if it is not recorded."""
     spec, saved = source.outline(tensor.source).spec, source.mesh
     if spec is None or saved is None:
         if replicated:
@@ -281,7 +280,7 @@ def _plan_into(
 
 
 def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
-    """Read the shards of this process, into tensors that are given or into new DTensors."""
+    """Read the shards of this process, into given tensors or into new DTensors."""
     import torch
 
     from shardspec.tensor.dtensor import DTensor
@@ -326,7 +325,7 @@ def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
 def _fill(
     shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
 ) -> None:
-    """Read a box into a tensor, straight into its memory where that is flat and of this host."""
+    """Read a box into a tensor, directly into its memory if that is flat and on this host."""
     import torch
 
     if not box_size(box):

@@ -1,4 +1,4 @@
-"""Reshard plans whose source is a checkpoint: holders are files, and devices read."""
+"""Plans and executes resharding from the files of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -47,10 +47,10 @@ NO_COPY: Final = "this plan quantizes, which no copy of bytes does; quantize bef
 def stored_layouts(
     place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
-    """Return where a checkpoint has its tensors, and the names of its files by number.
+    """Return the layouts of tensors over the files of a checkpoint, and file names by number.
 
-    Files are numbered from `first` on, behind the ids of all devices; ``/dev/zero`` is one where a
-    map fills tensors with zeros. Raises LayoutError if a reduction is pending.
+    Files are numbered from `first` on, after the ids of all devices; ``/dev/zero`` is one of them
+    if a map fills tensors with zeros. Raises LayoutError if a reduction is pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
@@ -69,17 +69,17 @@ def stored_layouts(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReader:
-    """Carries out plans whose source is a checkpoint: devices read what they are to hold."""
+    """Executes plans whose source is a checkpoint: each device reads its shards."""
 
     checkpoint: StoragePath
     names: Mapping[str, str] | NameMap | None = field(compare=False)
     """By which map, if by one."""
     dequantized_to: str | None
-    """The dtype of numbers in place of codes; None where codes are read."""
+    """Dtype of dequantized weights; None if codes are read."""
     quantizes: bool = False
-    """Whether codes and scales are made of weights; tensors of the plan then have new names."""
+    """True if weights become codes and scales; the tensors of the plan then have new names."""
     naming: CatalogNaming | None = field(default=None, compare=False)
-    """Names of a model, which are applied before the plan's tensors are looked up."""
+    """Names of a model, applied before the plan's tensors are looked up."""
     drop: Patterns = ()
     """Patterns of tensors that `naming` need not use."""
 
@@ -90,7 +90,7 @@ class CheckpointReader:
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
     ) -> dict[str, Any]:
-        """Read what the plan says; see `ReshardPlan.run`."""
+        """Read the target shards of the plan; see `ReshardPlan.run`."""
         from shardspec.comm.process_group import communicator_of
 
         layouts = {move.target_name: move.target for move in plan.moves}
@@ -115,13 +115,13 @@ class CheckpointReader:
         return {name: filled[name] for name in layouts if name in filled}
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
-        """Return where tensors lie in the files of the checkpoint."""
+        """Return the positions of tensors in the files of the checkpoint."""
         if self.quantizes:
             raise LayoutError(NO_COPY)
         return file_regions(self._opened(plan), min(files_of(plan.moves), default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
-        """Open the checkpoint, which is as the plan says."""
+        """Open the checkpoint, and check that it matches the plan."""
         source = open_checkpoint(self.checkpoint)
         if self.quantizes:
             from shardspec.checkpoint.quantization.quantize import with_codes
@@ -148,7 +148,7 @@ class CheckpointReader:
         layouts: Mapping[str, Layout],
         communicator: Communicator,
     ) -> Reading:
-        """Open the checkpoint; it, and what is filled, are as the plan says."""
+        """Open the checkpoint; check that it and the tensors to fill match the plan."""
         names = {name: name for name in layouts}
         source = self._opened(plan)
         if not self.quantizes:
@@ -170,7 +170,7 @@ class CheckpointReader:
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
-    """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
+    """Refuse to fill tensors that partially overlap; tied ones share all their memory."""
     from shardspec.resharding.inputs import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
@@ -193,12 +193,12 @@ class StoredPlan(NamedTuple):
     """A plan from a checkpoint."""
 
     source: Catalog
-    """What the tensors of the plan are stored in."""
+    """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
     """By which map, if by one; earlier ones have made the source."""
     files: dict[int, str]
-    """Names by number."""
+    """File names by number."""
 
     @property
     def first(self) -> int:

@@ -1,4 +1,4 @@
-"""Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
+"""Plans the resharding of state dicts, from memory or from a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -20,11 +20,11 @@ def plan_reshard(
     drop: str | Sequence[str] = (),
     links: Links | None = None,
 ) -> ReshardPlan:
-    """Plan how a state dict gets from its layouts to others.
+    """Plan the resharding of a state dict from its layouts to others.
 
-    In a job all ranks call this with the state dicts that they have, ``{}`` where they hold
-    nothing: layouts travel from the ranks that have them, and every rank gets the same plan. A plan
-    from layouts, or from a checkpoint, needs no job and no other rank.
+    In a job all ranks call this with their state dicts, ``{}`` on ranks without shards. Layouts are
+    exchanged, and every rank gets the same plan. A plan from layouts, or from a checkpoint, needs
+    no job and no other rank.
 
     Parameters
     ----------
@@ -39,20 +39,19 @@ def plan_reshard(
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
         also fuses, splits, stacks, transposes and pads, several in order, or `model_names`.
     dtype
-        What floating-point tensors become, where `target` is a mesh and rules; quantized weights of
-        a checkpoint are dequantized to it. Or ``"fp8-128x128"``: weights of linear layers, by their
-        names, become codes of float8_e4m3fn and scales, which are quantized on the sender where its
-        cuts fall on blocks, else on the receiver; those of a checkpoint as they are read, to the
-        bytes that `merge` writes with ``quantize=``.
+        New dtype of floating-point tensors, if `target` is a mesh and rules; quantized weights of a
+        checkpoint are dequantized to it. With ``"fp8-128x128"``, weights of linear layers, by their
+        names, become codes of float8_e4m3fn and scales. They are quantized on the sender if its
+        cuts are at block boundaries, else on the receiver. Those of a checkpoint are quantized
+        while reading, to the bytes that `merge` writes with ``quantize=``.
     max_bytes
-        Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
+        Maximum bytes of send buffers, and of receive buffers, on each device; 256 MiB by
         default.
     drop
-        Shell patterns of names of the source whose tensors are left behind. A map has to have a use
-        for all others.
+        Shell patterns of names of source tensors to skip. A map must use all others.
     links
-        The links of the cluster: the name of a preset, one per axis, or a
-        `shardspec.comm.cluster.Cluster`, which says which device ids share a host. By default those
+        The links of the cluster: the name of a preset, one link per axis, or a
+        `shardspec.comm.cluster.Cluster`, which lists the device ids of each host. By default those
         of the meshes, or hosts of eight devices.
 
     Raises

@@ -1,4 +1,4 @@
-"""Transfers out of the files of a checkpoint, and transfers written for others to carry out."""
+"""Locates tensors in the files of a checkpoint, and writes transfers for other tools to execute."""
 
 import io
 import json
@@ -21,18 +21,18 @@ from shardspec.resharding.stages import StateCopies, StoredLayout
 
 TRANSFERS_FORMAT: Final = "shardspec-transfers-1"
 INDEX: Final = "transfers.json"
-"""The file of names, which is written last."""
+"""Index of names, written last."""
 
 
 def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
-    """Return the files of a checkpoint, numbered from `first` on, behind the ids of all devices."""
+    """Return the files of a checkpoint, numbered from `first` on, after the ids of all devices."""
     outlines = (catalog.outline(name) for name in catalog.names)
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
     return {path: first + at for at, path in enumerate(paths)}
 
 
 def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
-    """Return by name where the boxes of tensors lie, in files numbered from `first` on."""
+    """Return by name the positions of the boxes of tensors, in files numbered from `first` on."""
     numbers = file_numbers(catalog, first)
     regions = {}
     for name in catalog.names:
@@ -61,11 +61,11 @@ def write_transfers(
     files: Mapping[str, Sequence[FileRegion]] | None = None,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Write what every device of a plan sends and receives, and how shards lie, to a directory.
+    """Write the transfers and the shard shapes of every device of a plan to a directory.
 
-    There is one ``.npz`` for each device, and an index of names, dtypes and shapes. `files` says
-    where tensors lie in files, `names` what these are called. Raises CheckpointError if the
-    directory has anything in it already.
+    Writes one ``.npz`` per device, and an index of names, dtypes and shapes. `files` has the
+    positions of tensors in files, `names` the file names. Raises CheckpointError if the directory
+    is not empty.
     """
     devices = [device for device in plan.devices if device not in plan.files]
     rows = transfer_rows(plan, devices[0], "both", files=files)  # refuses plans before writing
@@ -107,7 +107,7 @@ def _write(path: StoragePath, content: bytes) -> None:
 
 
 def _shards(plan: StateCopies, device: int) -> dict[str, npt.NDArray[np.int64]]:
-    """Return shapes, and strides in bytes, of what a device holds of every tensor; else zeros."""
+    """Return shape and byte strides of a device's shard of every tensor; zeros without a shard."""
     dims = [len(layout.global_shape) for m in plan.moves for layout in (m.source, m.target)]
     table = np.zeros((4, len(plan.moves), max(dims, default=0)), np.int64)
     shapes_and_steps: dict[Layout, tuple[Sequence[int], Sequence[int]]] = {}

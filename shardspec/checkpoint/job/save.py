@@ -1,7 +1,7 @@
-"""Saving: each rank writes its shards into a file of its own, the sharding info comes last.
+"""Saves checkpoints: each rank writes one file of shards, and the sharding info comes last.
 
-Five steps, after each of which all ranks go on or fail together: describe what is to be saved,
-compare the copies that several ranks hold, claim the directory, write the files, publish the info.
+There are five steps: describe the state dict, compare replicas, claim the directory, write the
+files, publish the info. After each step all ranks continue or fail together.
 """
 
 import errno
@@ -76,9 +76,9 @@ def save_sharded(
 ) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
-    Each rank writes one file with its boxes; a box that several ranks hold is written by one of
-    them. The sharding info follows when all files are on the disk, so a directory without it is an
-    unfinished save. Pending reductions are saved as they are, addend by addend.
+    Each rank writes one file with its boxes; a replicated box is written by one rank. The sharding
+    info is written when all files are on the disk, so a directory without it is an unfinished save.
+    Pending reductions are saved unreduced, addend by addend.
 
     Parameters
     ----------
@@ -91,27 +91,27 @@ def save_sharded(
         Where to write, the same place for every rank; made if it does not exist. It may be the
         URL of an object store, where saves to one place do not see each other.
     overwrite
-        Replace the save that is there. The old one stays whole until the new one is; of its files
-        only shards that a save has written are removed.
+        Replace an existing save. The old one stays complete until the new one is. Then only its
+        shard files are removed.
     replicas
-        With ``"equal"`` the copies of a box on several ranks are compared by their digests, plain
-        tensors and values too, and nothing is saved if they differ. With ``"first"`` they may
-        differ, as statistics of batch norms do, and that of the first rank is saved.
+        With ``"equal"`` the replicas of a box are compared by their digests, plain tensors and
+        values too, and nothing is saved if they differ. With ``"first"`` they may differ, as
+        statistics of batch norms do, and the replica of the first rank is saved.
     communicator
-        Who the ranks are; by default that of the DTensors, and without any the running job, or
-        this process alone.
+        Communicator of the ranks; by default that of the DTensors, or without any the running job,
+        or this process alone.
     digests
-        A file to write digests of all tensors to, as `digest` finds them; they are of the bytes
-        that are written anyway.
+        A file for the digests of all tensors, as `digest` computes them. They are computed while
+        writing.
     asynchronous
-        Copy everything into memory, return a `PendingSave`, and write in the background. Nothing
-        counts as saved until all ranks have written. The next save of the process waits for this
-        one, and raises its error if there was one.
+        Copy everything into memory, return a `PendingSave`, and write in the background. The save
+        is unfinished until all ranks have written. The next save of the process waits for this
+        one, and raises its error if it failed.
 
     Returns
     -------
     PendingSave or None
-        With `asynchronous`, what to wait for.
+        With `asynchronous`, the save to wait for.
 
     Raises
     ------
@@ -242,9 +242,9 @@ def _check_free(path: StoragePath) -> None:
 
 
 def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
-    """Make the directory and lock it, unless there is a save in it that is to be kept.
+    """Create and lock the directory, unless it contains a save that must be kept.
 
-    Returns whether no other save is at work there: stores and some file systems have no locks.
+    Returns True if a lock excludes other saves: stores and some file systems have no locks.
     """
     path.make_directory()
     locked = lock.enter_context(path.locked())
@@ -306,7 +306,7 @@ def _pieces(
 
 
 def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
-    """Write the sharding info, which makes the save count; return the files of the older one."""
+    """Write the sharding info, which completes the save; return the files of the older one."""
     for file in info.files:
         place = path / file.name
         entry, why = None, os.strerror(errno.ENOENT)
@@ -333,7 +333,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of older saves that no info names any more, told by names and headers."""
+    """Yield files of older saves that no info lists anymore, identified by names and headers."""
     for name in names:
         if is_temporary(name):
             yield name
@@ -352,7 +352,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files that no info names; one that stays takes room and does no harm."""
+    """Remove files that no info lists; one that cannot be removed only takes space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

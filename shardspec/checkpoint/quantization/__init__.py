@@ -1,4 +1,4 @@
-"""Quantized weights: found, cut, dequantized if a dtype is requested, and made."""
+"""Detects, checks, dequantizes and quantizes the weights of checkpoints."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Refuses casts and cuts that would corrupt quantized tensors, before anything is written."""
+"""Rejects casts and cuts that would corrupt quantized tensors, before anything is written."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -36,7 +36,7 @@ def origins(source: Catalog, names: Iterable[str]) -> set[str]:
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
-    """Refuse to cast tensors of which some are quantized: a model of one dtype has no codes."""
+    """Refuse to cast a selection that contains quantized tensors."""
     refuse_codes(dtype)
     why = quantized_in(source).why
     for name in names if why else ():
@@ -45,7 +45,7 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
 
 
 def refuse_codes(dtype: str) -> None:
-    """Refuse a cast to a dtype of codes, whose scales a cast does not make."""
+    """Refuse a cast to a dtype of codes: a cast computes no scales."""
     if dtype.startswith(("float8", "float4")):
         raise DTypeError(
             f"a cast to {dtype} would write codes without scales; quantize with ",
@@ -56,15 +56,15 @@ def refuse_codes(dtype: str) -> None:
 def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
     for name in sorted(why.keys() & {*names}):
         raise DTypeError(
-            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and codes and "
-            "scales mean something only as they are; leave out ",
+            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and a cast "
+            "would corrupt codes and scales; leave out ",
             Argument("dtype"),
             f", {remedy}, or dequantize first with the tool that wrote them",
         )
 
 
 def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
-    """Refuse to quantize again; `why` maps quantized tensors to what shows it."""
+    """Refuse to quantize again; `why` maps each quantized tensor to the evidence."""
     for name in sorted(why.keys() & {*names}):
         raise QuantizedError(f"tensor {name!r} is quantized already ({why[name]}); ", *remedy)
 
@@ -72,9 +72,9 @@ def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: Text
 def check_blocks(
     source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
-    """Refuse layouts, by name in a checkpoint, that cut codes inside blocks, or scales otherwise.
+    """Refuse layouts, by name, that cut codes inside blocks, or scales differently from codes.
 
-    Tensors that a map makes of codes are not cut at all, unless it only renames them.
+    Codes that a map changes may not be cut at all, unless it only renames them.
     """
     blocks = (quantized or quantized_in(source)).blocks
     renamed = {_origin(source, name): layout for name, layout in layouts.items()} if blocks else {}
@@ -87,7 +87,7 @@ def check_blocks(
 
 
 def _origin(source: Catalog, name: str) -> str:
-    """Return the name of the stored tensor that a tensor is; empty if a map made it."""
+    """Return the stored name of a tensor; empty if a map computes it."""
     while isinstance(source, MappedCatalog):
         (equation, *others) = source.equations(name)
         if others or equation.view.source != equation.view.target:
@@ -134,7 +134,7 @@ def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
 
 @lru_cache(1024)
 def _cut_alike(layout: Layout, scales: Layout, sides: Shape) -> bool:
-    """Return True if no scale is on another device than its codes, unless all devices have it."""
+    """Return True if every scale is on the devices of its codes, or on all devices."""
     dims = len(sides) if len(scales.global_shape) == len(sides) else 0
     for dim in range(dims):
         if scales.spec.dim_specs[dim].axes and scales.global_shape[dim] > 1:
@@ -152,9 +152,9 @@ def _filled(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
-    """Return how scales lie, cut as what they belong to is; None if that is cut inside of blocks.
+    """Return the layout of scales that follows from that of codes; None if it cuts blocks.
 
-    Blocks have sides along the last dims.
+    `sides` are the sizes of a block along the last dims.
 
     >>> from shardspec import DeviceMesh
     >>> weight = Layout(DeviceMesh(range(2)), "[R,S0]", (300, 512), "bfloat16")

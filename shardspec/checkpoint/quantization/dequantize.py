@@ -1,4 +1,4 @@
-"""A checkpoint with numbers where weights are quantized; they are made when they are read."""
+"""Dequantizes the weights of a checkpoint as they are read."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -38,14 +38,14 @@ from shardspec.text import Argument
 
 _INTO: Final = ("bfloat16", "float16", "float32", "float64")
 _CHUNK_BYTES: Final = 2 << 20
-"""Codes that are read at once."""
+"""Bytes of codes per read."""
 _KEPT_BYTES: Final = 24 << 20
-"""Codes that are kept: those of an expert, as it is transposed strip by strip."""
+"""Bytes of cached codes: those of one expert, which is transposed strip by strip."""
 _OF_LAYER: Final = re.compile(r"(.+)\.(input|output|activation)_scale(_ub)?")
-"""Scales of what goes in and out of a layer whose weights are quantized."""
+"""Names of scales for the inputs and outputs of a layer with quantized weights."""
 
 _TABLES: Final = 256
-"""Blocks in a lookup at once: with 256 codes each, indices have 16 bits."""
+"""Blocks per table lookup: with 256 codes each, indices have 16 bits."""
 _EIGHT: Final = np.uint16(8)
 
 
@@ -63,15 +63,15 @@ def _values(dtype: str) -> NDArray[np.float32]:
 
 
 def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
-    """Return scales of microscaling formats: two to a power, or NaN."""
+    """Return scales of microscaling formats, powers of two or NaN."""
     return _values("float8_e8m0fnu").take(codes)
 
 
 @cache
 def _products(dtype: str, four: bool) -> RawNumbers:
-    """Return what the scales of a microscaling format times the codes are.
+    """Return the table of scale times code of a microscaling format.
 
-    Two codes of 4 bits are one index, and their numbers one element, that of the lower bits first.
+    Two 4-bit codes are one index, and their numbers one element, the lower bits first.
     """
     every = np.arange(256, dtype=np.uint8)
     values = _values("float8_e4m3fn")
@@ -108,16 +108,16 @@ def from_scaled(
     out: RawNumbers,
     dtypes: tuple[str, str],
 ) -> None:
-    """Fill `out` with the numbers of codes, part of a matrix from a row and a column on.
+    """Fill `out` with the dequantized part of a matrix, from a row and a column on.
 
     Parameters
     ----------
     scales
-        Those of the whole matrix.
+        Scales of the full matrix.
     block
-        Rows and columns that share one.
+        Rows and columns that share a scale.
     dtypes
-        Of the codes, and of `out`.
+        Dtypes of the codes and of `out`.
     """
     (row, column), (high, wide) = at, block
     (height, width), values, dtype = codes.shape, _values(dtypes[0]), dtypes[1]
@@ -148,7 +148,7 @@ def from_scaled(
 
 
 class _Numbers(ComputedMatrices):
-    """What the codes of a weight mean."""
+    """Dequantized numbers of one weight."""
 
     def __init__(
         self, name: str, weight: Coded, tensors: tuple[StoredTensor, StoredTensor], dtype: str,
@@ -220,7 +220,7 @@ class _Numbers(ComputedMatrices):
 
 
 class DequantizedCatalog(ComputedCatalog):
-    """A checkpoint whose quantized weights are numbers."""
+    """A checkpoint whose quantized weights are dequantized."""
 
     def __init__(
         self, base: Catalog, weights: Mapping[str, Coded], gone: Collection[str], dtype: str
@@ -249,15 +249,15 @@ def dequantized(
     choice: Choice | None = None,
     config: Mapping[str, object] | None = None,
 ) -> Catalog:
-    """Return a checkpoint with numbers in place of codes, if it is to have a dtype of numbers.
+    """Return a checkpoint with dequantized weights, if a floating point `dtype` is requested.
 
-    Codes of other schemes stay as they are. Block sizes are those that the config states which lies
-    beside the checkpoint, or else a given one.
+    Codes of unsupported schemes stay unchanged. Block sizes are read from the config beside the
+    checkpoint, or from `config`.
 
     Raises
     ------
     QuantizedError
-        If scales of what `choice` wants are missing or do not fit, or no block size is stated.
+        If scales of selected weights are missing or do not fit, or no block size is recorded.
     """
     target = None if dtype is None else dtype_name(dtype)
     quantized = quantized_in(source) if target in _INTO else None

@@ -1,7 +1,7 @@
-"""Tensors whose bytes are computed from those of other tensors when they are read, part by part.
+"""Computes tensors from other tensors while they are read, part by part.
 
-Whatever reads, maps or writes them sees matrices in a file. What is computed is kept for a while,
-since it is computed in larger parts than it is read.
+Readers treat them like stored tensors. Results are cached, since they are computed in larger parts
+than they are read.
 """
 
 from abc import ABC, abstractmethod
@@ -31,11 +31,11 @@ from shardspec.dtypes import bits_type, item_bytes
 from shardspec.layout.spec import ShardingSpec
 
 _MOST_BYTES: Final = 256 << 10
-"""Of a part that is made apart and copied: it fits the L2 cache of common CPUs."""
+"""Maximum bytes of a part that is computed separately and copied; fits common L2 caches."""
 
 
 class Recent:
-    """The results that were used last, of a bounded size; all threads share them."""
+    """Cache of the most recently used results, of bounded size; all threads share it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -43,14 +43,14 @@ class Recent:
         self._made: OrderedDict[object, NDArray[Any]] = OrderedDict()
 
     def get(self, key: object) -> NDArray[Any] | None:
-        """Return the result of a key, if it is kept."""
+        """Return the result of a key, if it is cached."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
             return self._made.get(key)
 
     def keep(self, key: object, made: NDArray[Any]) -> None:
-        """Keep a result, in place of those that were not used for longest."""
+        """Cache a result; evict the least recently used ones."""
         with self._lock:
             if key not in self._made:
                 self._made[key] = made
@@ -60,7 +60,7 @@ class Recent:
 
 
 class Source:
-    """A tensor of a checkpoint as matrices, those of the last two dims, or rows of one."""
+    """A tensor of a checkpoint as matrices over its last two dims, or as rows of one matrix."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -69,7 +69,7 @@ class Source:
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
-        """Return some rows of a matrix, perhaps some columns of them, as unsigned integers."""
+        """Return a range of rows, and optionally of columns, of a matrix as unsigned integers."""
         shape = self.tensor.shape
         lead = np.unravel_index(matrix, shape[: self._dims]) if self._dims > 0 else ()
         inner = columns or tuple((0, size) for size in shape[self._dims + 1 :])
@@ -92,7 +92,7 @@ class Source:
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
-    """Return the files that tensors lie in, and their bytes in each."""
+    """Return the files of tensors, and the number of bytes in each."""
     sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
@@ -105,7 +105,7 @@ def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
 
 
 class ComputedMatrices(ABC):
-    """Matrices, one below the other, whose numbers are made when they are read."""
+    """Stacked matrices whose numbers are computed while they are read."""
 
     def __init__(
         self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]
@@ -164,7 +164,7 @@ class ComputedMatrices(ABC):
         np.copyto(block, np.ndarray(counts, self._type, made.data, first, lies))
 
     def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with what lies in one matrix after the other."""
+        """Fill `out` with rows of consecutive matrices."""
         done = 0
         while done < len(out):
             matrix, first = divmod(row + done, self.rows)
@@ -174,7 +174,7 @@ class ComputedMatrices(ABC):
 
 
 class ComputedCatalog(DerivedCatalog):
-    """A checkpoint in which some tensors are made of others."""
+    """A checkpoint in which some tensors are computed from others."""
 
     def __init__(self, base: Catalog, gone: Collection[str], made: Collection[str]) -> None:
         names = {*base.names} - {*gone} | {*made}
@@ -192,7 +192,7 @@ class ComputedCatalog(DerivedCatalog):
         made: ComputedMatrices,
         strides: tuple[int, ...] | None = None,
     ) -> StoredTensor:
-        """Return a tensor whose bytes are made, most of them of those of a source."""
+        """Return a computed tensor; most of its bytes come from `source`."""
         if 0 in shape:
             return StoredTensor(name, shape, dtype, spec, (), ())
         first = source.boxes[0]
@@ -200,7 +200,7 @@ class ComputedCatalog(DerivedCatalog):
         return StoredTensor(name, shape, dtype, spec, (), (box,))
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor, one that is made or one of the checkpoint."""
+        """Return a tensor, computed or from the checkpoint."""
         return super().tensor(name) if name in self._made else self.base.tensor(name)
 
     def outline(self, name: str) -> AnyOutline:
@@ -212,5 +212,5 @@ class ComputedCatalog(DerivedCatalog):
         return super().origin(name) if name in self._made else self.base.origin(name)
 
     def copies_agree(self, name: str) -> bool:
-        """Say whether digests show that all replicas are equal."""
+        """Return True if digests prove that all replicas are equal."""
         return name not in self._made and self.base.copies_agree(name)

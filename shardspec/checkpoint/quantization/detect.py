@@ -1,8 +1,8 @@
-"""Detects quantized tensors, and where their codes may be cut.
+"""Detects quantized tensors, and the block boundaries where their codes may be cut.
 
 Tensors are recognized by the names of scales and zero points beside narrow codes, by dtypes that
-exist for codes only, and by what configs state. Codes of the schemes in `schemes` are cut between
-blocks; those of other schemes are moved whole.
+are used only for codes, and by configs. Codes of the schemes in `schemes` are cut between blocks;
+those of other schemes are not cut.
 """
 
 import re
@@ -19,14 +19,14 @@ _CONFIGS: Final = ("config.json", *sorted(QUANTIZED_BY), "params.json")
 _NARROW: Final = re.compile(r"u?int(8|16|32)|float[48]_.*")
 """Dtypes in which codes are stored."""
 _CODES_ALONE: Final = re.compile(r"float[48]_.*")
-"""Dtypes whose numbers are codes, whatever is beside them."""
+"""Dtypes that are used only for codes."""
 _CODES_WITH_SCALES: Final = re.compile(r"u?int\d+|float[48]_.*")
-"""Dtypes of tensors with a name of codes that have scales beside them."""
+"""Dtypes of tensors that are codes if their name fits and scales are beside them."""
 _CODES_NAME: Final = re.compile(
     r"q?weight|_?weight_(packed|qdata|q)|_data|W_q|codes|q_weight|indices|trellis|Qidxs"
     r"|dense_weights|state\d"
 )
-"""Names of codes in a module that has scales."""
+"""Names of codes in a module with scales."""
 _STEM: Final = re.compile(r"(.+)_(packed|blocks|qdata|q)")
 _COMPANION: Final = re.compile(
     r"(?P<base>.+?)[._]_?(?P<kind>(weight_)?scale_inv|(nested_)?absmax\d?|(nested_)?quant_map"
@@ -40,35 +40,35 @@ _COMPANION: Final = re.compile(
 _ENOUGH: Final = re.compile(
     r"weight_.*|.*scale_inv|.*absmax\d?|.*quant_map|quant_state.*|qmap\d|SCB|qzeros"
 )
-"""Kinds whose names say enough; others count beside narrow codes."""
+"""Kinds of scales identified by name alone; others need 8-bit codes or similar beside them."""
 _OF_COMPUTED: Final = re.compile(
     r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|zero_point)"
 )
-"""Scales of what a quantized model computes."""
+"""Names of scales for activations of a quantized model."""
 
 
 class Blocks(NamedTuple):
-    """Places where codes may be cut."""
+    """Positions where codes may be cut."""
 
     sides: Shape
-    """Cuts along a dim are at multiples of its side, or at the end."""
+    """Block size per dim: cuts are at multiples of it, or at the end."""
     scales: str = ""
-    """Name of the tensor with a number for each block or row; empty if cuts leave it whole."""
+    """Name of the tensor with one number per block or row; empty if it is not cut."""
 
 
 class Quantized(NamedTuple):
-    """The tensors of a checkpoint that have no meaning alone."""
+    """Quantized tensors of a checkpoint."""
 
     why: Mapping[str, str]
-    """Name of each to what shows it."""
+    """Name of each quantized tensor to the evidence."""
     blocks: Mapping[str, Blocks]
-    """Tensors that may not be cut anywhere."""
+    """Tensors that may be cut only at block boundaries."""
 
 
 def find_quantized(
     tensors: Mapping[str, tuple[Shape, str]], sections: Iterable[Mapping[str, object]] = ()
 ) -> Quantized:
-    """Return which tensors, name to shape and dtype, are quantized; `sections` are of configs.
+    """Detect the quantized tensors; `tensors` maps name to shape and dtype.
 
     >>> tensors = {"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")}
     >>> find_quantized({**tensors, "norm": ((256,), "float32")})
@@ -110,7 +110,7 @@ def find_quantized(
 
 
 def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
-    """Return the tensors whose names show that they are quantized, and what shows it."""
+    """Return the tensors whose names show that they are quantized, and the evidence."""
     homes: dict[str, list[str]] = {}
     for name, (shape, dtype) in tensors.items():
         if shape and _CODES_WITH_SCALES.fullmatch(dtype):
@@ -140,7 +140,7 @@ def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
 
 
 def _blocks(weight: Coded, shape: Shape) -> Blocks:
-    """Return where codes of a known scheme may be cut."""
+    """Return the block boundaries of codes of a known scheme."""
     lead = tuple(1 for _ in weight.lead)
     if weight.scheme.codes == "_blocks":
         return Blocks((*lead, 1, 1, shape[-1]))
@@ -150,7 +150,7 @@ def _blocks(weight: Coded, shape: Shape) -> Blocks:
 
 
 def of_computed(name: str) -> bool:
-    """Return True if a tensor has the name of a scale of what a quantized model computes."""
+    """Return True if a tensor has the name of an activation scale."""
     return _OF_COMPUTED.fullmatch(name) is not None
 
 
@@ -158,7 +158,7 @@ def of_computed(name: str) -> bool:
 
 
 def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
-    """Yield the parts of configs in a directory that say how weights are quantized."""
+    """Yield the quantization sections of the configs in a directory."""
     for name in _CONFIGS:
         config = json_beside(directory, name)
         if name in QUANTIZED_BY and isinstance(config, dict):
@@ -168,7 +168,7 @@ def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
 
 
 def sections_of(config: object) -> Iterator[dict[str, object]]:
-    """Yield the parts of a config, also nested ones, that say how weights are quantized."""
+    """Yield the quantization sections of a config, also nested ones."""
     below = [config]
     while below:
         value = below.pop()

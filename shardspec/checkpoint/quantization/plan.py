@@ -1,4 +1,4 @@
-"""Reshard plans that quantize, on senders whose cuts fall on blocks, else on receivers."""
+"""Plans resharding that quantizes: on senders cut at block boundaries, else on receivers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +41,11 @@ _WEIGHTS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """Carries out plans whose target has codes and scales for the weights of linear layers."""
+    """Executes plans whose target has codes and scales for the weights of linear layers."""
 
     by_senders: tuple[tuple[str, Layout, Layout], ...]
-    """Weights of the source that are quantized before they travel: their layouts, and those of
-    their scales."""
+    """Source weights that are quantized before sending: names, layouts, and layouts of their
+    scales."""
 
     def __str__(self) -> str:
         return "quantizes weights"
@@ -53,7 +53,7 @@ class Quantizer:
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
     ) -> dict[str, Any]:
-        """Carry the plan out; see `ReshardPlan.run`."""
+        """Execute the plan; see `ReshardPlan.run`."""
         import torch
 
         from shardspec.comm.process_group import communicator_of, telling_job
@@ -98,7 +98,7 @@ class Quantizer:
         return result
 
     def regions(self, plan: ReshardPlan) -> Never:  # noqa: ARG002  # as of others
-        """Raise LayoutError: what copies bytes does not quantize."""
+        """Raise LayoutError: byte copies cannot quantize."""
         raise LayoutError(NO_COPY)
 
 
@@ -109,9 +109,9 @@ def plan_quantized(
     max_bytes: int | None,
     drop: str | Sequence[str],
 ) -> ReshardPlan:
-    """Plan how a state dict gets to other layouts, with weights of linear layers in FP8 there.
+    """Plan resharding of a state dict, with the weights of linear layers in FP8 at the target.
 
-    Raises LayoutError if neither the source nor the target of a weight is cut at blocks.
+    Raises LayoutError if neither the source nor the target cuts a weight at block boundaries.
     """
     target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
@@ -153,8 +153,8 @@ def plan_quantized(
         else:
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
-                f"the target cuts {list(after.global_shape)} at multiples of {_SIDE}, the side of "
-                "a block that shares a scale; cut one of them at these, or leave out dtype="
+                f"the target cuts {list(after.global_shape)} at multiples of {_SIDE} (one scale); "
+                "cut one of them there, or leave out dtype="
             )
     if stated:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
@@ -170,9 +170,9 @@ def plan_quantized_load(
     max_bytes: int | None,
     drop: str | Sequence[str],
 ) -> ReshardPlan:
-    """Plan how devices read a checkpoint, with weights of linear layers in FP8 there.
+    """Plan a load of a checkpoint with the weights of linear layers in FP8.
 
-    Files are cut nowhere, so these are quantized as they are read, wherever the target is cut.
+    Weights are quantized while reading, so target cuts need not match block boundaries.
     """
     from shardspec.checkpoint.quantization.quantize import with_codes
 
@@ -196,7 +196,7 @@ def plan_quantized_load(
 def _apart(
     target: ReshardTarget, source: Collection[str]
 ) -> tuple[ReshardTarget, dict[str, Layout]]:
-    """Return a target without scales that the source lacks, and the layouts of these."""
+    """Return a target without the scales that the source lacks, and the layouts of these scales."""
     if isinstance(target, tuple):
         return target, {}
     flat = flat_state(target)
@@ -206,13 +206,13 @@ def _apart(
 
 
 def _everywhere(weight: Layout, scales: Layout) -> Layout:
-    """Return a layout in which devices have all scales, where blocks of the weight are cut."""
+    """Return a layout with all scales on every device, for a weight cut inside blocks."""
     shape = scales.global_shape
     return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 
 
 def _grid(weight: Layout) -> Layout | None:
-    """Return the layout of a weight's scales; None if it is cut inside of blocks."""
+    """Return the layout of a weight's scales; None if it is cut inside blocks."""
     return grid_layout(weight, (_SIDE, _SIDE))
 
 

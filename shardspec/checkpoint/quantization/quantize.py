@@ -1,4 +1,4 @@
-"""A checkpoint whose matrices are quantized: codes and scales are made when they are read."""
+"""Quantizes the weights of a checkpoint as they are read."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -46,24 +46,24 @@ from shardspec.text import Argument, shown
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
 """The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
 _FUSED: Final = re.compile(r"\b([qkv]|gate|up)_proj\b|\bw[13]\b")
-"""Names of layers that engines fuse with others."""
+"""Names of layers that inference engines fuse with others."""
 _SKIPPED: Final = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"),
     "llm_int8_skip_modules",
 )
-"""Where configs list what is not quantized."""
+"""Keys of configs that list unquantized layers."""
 _TILE: Final = 1 << 20
-"""Numbers quantized at once; more only where a single block is larger."""
+"""Numbers quantized per step; more only if a single block is larger."""
 _CODE_BYTES: Final = 16 << 20
 _SCALE_BYTES: Final = 8 << 20
-"""Codes and scales that are kept until they are read."""
+"""Bytes of codes, and of scales, that are cached until they are read."""
 
 _LARGEST: Final = np.float32(448)
-"""Of float8_e4m3fn."""
+"""Largest number of float8_e4m3fn."""
 
 
 def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
-    """Return the largest size in each block of a matrix; CheckpointError if one is not finite."""
+    """Return the largest magnitude in each block; raises CheckpointError if one is not finite."""
     # Sizes are in the order of their bits.
     if dtype == "bfloat16":
         sizes = raw & np.uint16(0x7FFF)
@@ -97,9 +97,9 @@ def to_scaled(
 ) -> tuple[Bytes, NDArray[np.float32]]:
     """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
 
-    Numbers are multiplied with 448 · (1 / amax), both rounded, as transformers does, and the scale
-    is 1 over that. Where all of a block is 0, or too small for its scale to be a float32, the scale
-    is 1.
+    Numbers are multiplied by 448 · (1 / amax), both factors rounded as in transformers, and the
+    scale is the inverse of that. The scale is 1 if the block is all 0, or too small for a scale in
+    float32.
     """
     high, wide = block
     most = _amax(raw, dtype, block, where)
@@ -130,8 +130,8 @@ def _four_bit_codes() -> Bytes:
 def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Bytes, Bytes]:
     """Return numbers of bfloat16 or float32 as codes of a microscaling format, and scales.
 
-    The scale is two to the floor of log2(amax), less the largest exponent of the codes; what is too
-    large then becomes the largest code.
+    The scale is 2 ** (floor(log2(amax)) - largest exponent of the codes). Numbers that are then too
+    large become the largest code.
     """
     most = _amax(raw, dtype, (1, MX), where)
     exponents = (most.view(np.uint32) >> np.uint32(23)).astype(np.int16) - (2 if four else 8)
@@ -150,7 +150,7 @@ def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Bytes
 
 
 class Quantize(NamedTuple):
-    """How weights are to be quantized; see `merge`."""
+    """Options for quantizing weights; see `merge`."""
 
     kind: str
     include: Patterns | None = None
@@ -159,7 +159,7 @@ class Quantize(NamedTuple):
 
 
 def quantize_of(kind: str | None, include: Patterns | None) -> Quantize | None:
-    """Return how to quantize, if at all; DTypeError if it is not known, or nothing is."""
+    """Return the options, if any; raises DTypeError for an unknown scheme."""
     if kind is None:
         if include is not None:
             raise DTypeError(Argument("quantize_include"), " is for ", Argument("quantize"))
@@ -172,7 +172,7 @@ def quantize_of(kind: str | None, include: Patterns | None) -> Quantize | None:
 
 
 class _Weight(NamedTuple):
-    """A weight that is quantized."""
+    """A weight to quantize."""
 
     source: str
     lead: Shape
@@ -299,9 +299,9 @@ class QuantizedCatalog(ComputedCatalog):
 def with_codes(
     source: Catalog, names: Names | None, choice: Choice | None, dropped: Collection[str] = ()
 ) -> QuantizedCatalog:
-    """Return a checkpoint under new names, with codes of FP8 in place of linear layers.
+    """Return a checkpoint under new names, with the weights of linear layers in FP8.
 
-    Raises DTypeError if what is chosen and not dropped is quantized already.
+    Raises DTypeError if a selected tensor is already quantized.
     """
     config, how = config_of(source, names), Quantize("fp8-128x128", in_files=False)
     if names is None and (dropped or (choice is not None and choice.drop)):
@@ -319,14 +319,15 @@ def quantized_as(
     choice: Choice,
     config: Mapping[str, object] | None = None,
 ) -> Catalog:
-    """Return what is chosen of a checkpoint with codes and scales in place of linear layers.
+    """Return the selected part of a checkpoint, with the weights of linear layers quantized.
 
-    Which these are, says the family of the model, whose `config` by default lies beside it.
+    The model's family decides which weights these are; its `config` is by default the one beside
+    the checkpoint.
 
     Raises
     ------
     CheckpointError
-        If what is chosen is quantized already, or nothing of it can be.
+        If a selected tensor is already quantized, or none can be.
     """
     if how is None:
         return source
@@ -417,7 +418,7 @@ def _weights(
 
 
 def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
-    """Return why no reader takes a quantized tensor, and a remedy; empty if one does."""
+    """Return the reason why no reader supports a quantized tensor, and a remedy; else empty."""
     if gpt_oss and how.kind != "mxfp4":
         return f"is of gpt-oss, which transformers reads in mxfp4 but not in {how.kind}; give that"
     if len(shape) > 2 and not gpt_oss:

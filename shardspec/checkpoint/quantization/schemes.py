@@ -1,4 +1,4 @@
-"""Schemes of quantized weights that can be dequantized, as configs state them.
+"""Lists the quantization schemes that can be dequantized, and finds them in configs.
 
 =====================  =======================================================================
 config                 codes, scales, block
@@ -12,7 +12,7 @@ compressed-tensors     W, W_scale: a tensor, a row, ``group_size`` or ``block_st
 mxfp4 (gpt-oss)        W_blocks, W_scales: 32 along the last dim, of the transposed W
 =====================  =======================================================================
 
-Sizes of blocks are always read from the config, and never derived from shapes.
+Block sizes are always read from the config, never derived from shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +53,7 @@ QUANTIZATIONS: Final[Mapping[str, Mapping[str, object]]] = {
         },
     },
 }
-"""What a config says of weights that are quantized so."""
+"""Quantization section of a config, by the value of `quantize=`."""
 _FLOATS: Final = ("float32", "bfloat16")
 _POWERS: Final = ("float8_e8m0fnu", "uint8")
 """Dtypes of scales that are powers of two."""
@@ -71,11 +71,11 @@ class Scheme(NamedTuple):
     """Rows and columns that share a scale; 0 stands for all rows or columns."""
     scale_dtypes: tuple[str, ...] = _FLOATS
     four: bool = False
-    """Whether codes have 4 bits, two in a byte, the lower first."""
+    """True if codes have 4 bits, two in a byte, the lower first."""
     transposed: bool = False
-    """Whether rows of codes are columns of the weight."""
+    """True if rows of codes are columns of the weight."""
     stacked: bool = True
-    """Whether a tensor may have several matrices."""
+    """True if a tensor may contain several matrices."""
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Scheme(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """A weight that lies as codes and scales."""
+    """A weight that is stored as codes and scales."""
 
     codes: str
     scales: str
@@ -140,7 +140,7 @@ USUAL: Final = (
 
 
 def schemes_in(sections: Iterable[Mapping[str, object]]) -> tuple[Scheme, ...]:
-    """Return the schemes that sections of configs state and that can be dequantized."""
+    """Return the schemes in sections of configs that can be dequantized."""
     return tuple(dict.fromkeys(scheme for section in sections for scheme in _schemes(section)))
 
 
@@ -200,10 +200,10 @@ def _block(stated: object) -> tuple[int, int] | None:
 def coded(
     name: str, tensors: Mapping[str, tuple[Shape, str]], schemes: Iterable[Scheme]
 ) -> tuple[str, Coded] | str | None:
-    """Return the weight that a tensor has the codes of, and how it lies.
+    """Return the weight whose codes a tensor contains.
 
-    Returns text that says what is wrong if its scales do not fit it, or None if it has no codes
-    of a scheme that can be dequantized. `tensors` maps names to shapes and dtypes.
+    Returns an error text if its scales do not fit, or None if the tensor has no codes of a scheme
+    that can be dequantized. `tensors` maps names to shapes and dtypes.
     """
     shape, dtype = tensors[name]
     if name.endswith(_COMPANIONS):
@@ -241,7 +241,7 @@ def _fitted(name: str, weight: str, shape: Shape, scheme: Scheme) -> Coded | Non
 
 
 def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | None:
-    """Return why scales do not fit codes."""
+    """Return the reason why scales do not fit codes."""
     scheme = weight.scheme
     if weight.scales not in tensors:
         return f"its scales {shown(weight.scales)} are missing"
@@ -265,7 +265,7 @@ def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | Non
 
 
 def _fits(shape: Shape, weight: Coded) -> bool:
-    """Return True if scales have the shape of the grid, or one that tools write in its place."""
+    """Return True if scales have the shape of the grid, or an equivalent one that tools write."""
     lead, (rows, columns) = weight.lead, weight.grid
     forms = [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
     if weight.scheme.block == (1, 0):

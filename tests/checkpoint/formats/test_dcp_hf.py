@@ -178,9 +178,9 @@ def test_parts_that_torch_does_not_make_are_refused(tmp_path):
             {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0", "format": "pt"},
         )
     assert refused(tmp_path) == (
-        f"{tmp_path}: tensor 'w' is cut into 4 parts along dim 0, of 3 to 2 elements, as torch "
-        "does not cut 10 for 4 ranks, so that a shard may be missing; restore it, or say how many "
-        "have written: ranks="
+        f"{tmp_path}: tensor 'w' is cut into 4 parts along dim 0, of 3 to 2 elements, but torch "
+        "cuts 10 for 4 ranks otherwise; restore the missing shard, or give the number of ranks: "
+        "ranks="
     )
     assert read_whole(tmp_path, ranks=4)["w"].shape == (10, 2)
 
@@ -326,6 +326,5 @@ def test_other_files_beside_the_shards(copied):
     safetensors.torch.save_file(MODEL, ckpt / "model.safetensors")
     assert refused(ckpt, ranks=4) == (
         f"{ckpt}: holds shards and other safetensors files; name the file to read, or move the "
-        "shards into a folder of their own, called 'sharded' if the others are the same model "
-        "merged"
+        "shards to another folder, called 'sharded' if the others are merged"
     )

@@ -212,9 +212,8 @@ def test_a_shard_under_a_plain_name(tmp_path):
     path.parent.mkdir()
     safetensors.torch.save_file({"w": torch.ones(2, 3)}, path, metadata)
     assert refused(path.parent) == (
-        f"{path}: says that it holds a shard of tensor 'w' from index [0, 3] on, but its name is "
-        "not that of a shard; give it its name back, such as "
-        "shard-00001-model-00001-of-00001.safetensors"
+        f"{path}: holds a shard of tensor 'w' from index [0, 3] on, but is not named as one; "
+        "rename it, as shard-00001-model-00001-of-00001.safetensors"
     )
 
 
