@@ -63,7 +63,7 @@ def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None)
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
     """Raise on every rank if not all of them have the same facts.
 
-    Facts are by what they are about, whose first word is a kind, as in ``"tensor 'w'"``. The first
+    Keys of facts are a kind and a name, as in ``"tensor 'w'"``. The first
     that differs is named.
     """
     digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()

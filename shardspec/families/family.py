@@ -1,4 +1,4 @@
-"""One family of models, as its TOML file says it: rows of tensors, and the sizes they name."""
+"""One family of models, read from its TOML file: rows of tensors, and the sizes they name."""
 
 import re
 import tomllib
@@ -202,7 +202,7 @@ class _Reader:
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
 
     def check_heads(self, given: Mapping[str, Any]) -> None:
-        """Raise LayoutError if a family is not made of what families are made of."""
+        """Raise LayoutError if a family has unknown keys, or values of wrong types."""
         for key, value in given.items():
             if key not in _HEADS:
                 raise self.wrong(key, f"{shown(key)} is no part of a family")
@@ -333,7 +333,7 @@ def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
 
 
 def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
-    """Yield what every row is called in every place, without numbers, and its side there."""
+    """Yield the name of every row in every place, without numbers, and its side there."""
     for table, row in rows_in(family):
         for place, side in row.sides.items():
             if side is not None:
@@ -342,7 +342,7 @@ def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
 
 
 def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:
-    """Return the layers that have experts, as a config says in the words of its family.
+    """Return the layers with experts, by any of the keys that configs use for them.
 
     >>> moe_layers({"first_k_dense_replace": 2}, 4)
     [2, 3]

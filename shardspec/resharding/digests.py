@@ -1,4 +1,4 @@
-"""Digests of tensors that do not depend on how these are cut: those of disjoint boxes add up.
+"""Digests of tensors, independent of their sharding: digests of disjoint boxes add up.
 
 `docs/digest.md` states the formula of ``shardspec-digest-1``. In short: the bytes of a tensor, as
 numbers of 32 bits, are each multiplied by an odd key of their place in a row and an odd key of the

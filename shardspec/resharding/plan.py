@@ -506,7 +506,7 @@ def _stated(flat: Mapping[str, object]) -> dict[str, Layout]:
 
 
 def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict, or in a job what all ranks have of one, unless it consists of layouts.
+    """Return a state dict; in a job the layouts from all ranks, unless it consists of layouts.
 
     All ranks of the job call this together, where the state dict has no `Layout`.
     """
