@@ -22,7 +22,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4536, 14),
     "shardspec/tensor": (3295, 16),
-    "tests": (55363, 346),  # 100 lines hold the rules of plain English
+    "tests": (55357, 346),  # 98 lines hold the rules of plain English
 }
 
 
