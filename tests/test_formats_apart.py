@@ -19,7 +19,6 @@ ELSEWHERE = sorted(
 )
 NAMES = {text for form in built_in() for text in (form.name, form.called)}
 NOT_FORMATS = {
-    ("links.py", "torch"),
     ("main.py", "shardspec"),  # the program
     # Whose names tensors have.
     ("model_names.py", "megatron"),
@@ -57,7 +56,7 @@ def test_no_other_module_names_a_format(path):
 
 
 def test_other_modules_import_formats_by_the_registry():
-    """But for the format of `save_sharded`, and headers of safetensors files and deltas."""
+    """But for the format of `save_sharded`, headers of deltas, and the run that `inspect` shows."""
     importers = set()
     for path in ELSEWHERE:
         for node in nodes_of(path):
@@ -68,6 +67,7 @@ def test_other_modules_import_formats_by_the_registry():
             importers |= {path.name for module in modules if module in MODULES}
     assert importers == {
         "apply.py",
+        "inspect.py",
         "save.py",
     }
 

@@ -205,7 +205,7 @@ class ConversionPlan:
                 f"peak {bytes_text(self.peak_bytes)}",
             ],
             numbers_from=3,
-            optional=(1, 5, 2, 3),
+            optional=(5, 1, 3, 2),
             wraps=True,
         )
         links = "; then ".join(
