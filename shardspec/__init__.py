@@ -28,6 +28,7 @@ _MOVED: Final = {
     "Receipt": "resharding.receipts",
     "SimulatedCommunicator": "comm.communicator",
     "TensorDigest": "resharding.digests",
+    "load_map": "checkpoint.convert.model_names",
 }
 """Names that are public in their modules; they can be imported from here too, for this version."""
 

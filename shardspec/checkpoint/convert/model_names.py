@@ -414,3 +414,24 @@ def _check_copies(source: catalog.Catalog, model: Model, format: str, target: st
                     f"{source.directory}: {shown(own[0])} is to repeat {shown(copied[0])} by the "
                     "config, but differs from it; correct the config"
                 )
+
+
+def load_map(
+    path: Path | str, config: Mapping[str, object] | None = None
+) -> "NameMap | ModelNames":
+    """Return a name map from a TOML file, with the sizes of a model's config.
+
+    Kept for this version: `NameMap.load` reads files. A name of the former maps, such as
+    ``"qwen3-hf-to-fused"``, means `model_names` of the config.
+
+    Raises
+    ------
+    LayoutError
+        If the file cannot be read, or a former map is named without a config.
+    """
+    former = re.fullmatch(r"[\w.-]+-hf-to-(fused|megatron)", str(path))
+    if former is None or Path(path).exists():
+        return NameMap.load(path).with_sizes(config or {})
+    if config is None:
+        raise LayoutError(f"the map {path} has gone; give model_names(config, {former[1]!r})")
+    return model_names(config, "fused" if former[1] == "fused" else "megatron")
