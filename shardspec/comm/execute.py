@@ -20,7 +20,9 @@ LEAST_BYTES: Final = 256 << 10
 _SENDER, _RECEIVER = attrgetter("sender"), attrgetter("receiver")
 
 
-def execute(transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor) -> torch.Tensor:
+def run_transfers(
+    transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
+) -> torch.Tensor:
     """Execute a step on one device while serving the others; return its new shard."""
     if isinstance(transfers.step, AllReduce):
         return _all_reduce(transport, transfers, shard)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardspec.boxes import box_shape
 from shardspec.comm.agreement import NOTE_ROOM, Note, check_agreement, is_on_all_ranks
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
-from shardspec.comm.execute import execute
+from shardspec.comm.execute import run_transfers
 from shardspec.comm.notes import Notes
 from shardspec.comm.transfers import Transfers
 from shardspec.comm.transports.collectives import has_collective, run_collective
@@ -137,7 +137,7 @@ class ProcessGroupCommunicator(Communicator):
                 if group and has_collective(schedule, shard.dtype):
                     result = run_collective(schedule, shard, group)
                 else:
-                    result = execute(transport, schedule, shard)
+                    result = run_transfers(transport, schedule, shard)
         return {self._rank: result.to(home)}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":

@@ -131,7 +131,7 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     yield "plan of files", "'mine'", lambda: from_files.run({}, failing(mine, out))
     ones = torch.ones(6, 2, requires_grad=True)
     loss = DTensor(ones, MESH, "[S0,R]").redistribute("[R,S0]").to_local().sum()
-    back = lambda: patched(process_group, "execute", loss.backward, room)  # noqa: E731
+    back = lambda: patched(process_group, "run_transfers", loss.backward, room)  # noqa: E731
     if ProcessGroupCommunicator.of(MESH).transport_name == "memory":
         # Last: a rank that fails within a step leaves connections closed.
         yield "a step back", "no room", back

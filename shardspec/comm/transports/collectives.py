@@ -23,7 +23,7 @@ _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int
 def run_collective(
     schedule: DeviceTransfers, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Execute a step that `has_collective` on CUDA tensors by NCCL's collective; see `execute`.
+    """Run a step that `has_collective` on CUDA tensors by NCCL's collective; see `run_transfers`.
 
     It is faster than sends and receives.
     """
