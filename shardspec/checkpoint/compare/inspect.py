@@ -306,8 +306,8 @@ def _numbers_text(numbers: _Numbers) -> str:
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Sort names into a few groups by how they begin: ``layers``, ``embed``, ``norm``.
 
-    A group is named by what comes before the first number, or before the last word of a name; by
-    less of that where there would be too many groups.
+    The name of a group is the text before the first number, or before the last word of a name. It
+    is shorter where there would be too many groups.
 
     >>> {group: len(of) for group, of in groups_of(["a.h.0.w", "a.h.1.w", "a.emb.w", "b"]).items()}
     {'a.emb': 1, 'a.h': 2, 'b': 1}

@@ -330,7 +330,7 @@ def mapped(
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
     """Return a checkpoint with a map applied to the selection, and the options left to apply.
 
-    Raises LayoutError as `mapped` does, and if tensors are to be dropped without a map.
+    Raises LayoutError as `mapped` does, and if `drop` is given without a map.
     """
     if names is None:
         check_drop(choice)

@@ -208,7 +208,7 @@ class _Quantizer:
         if kept is not None:
             return kept
         both = self._quantized(matrix, row, column)
-        # Whichever is read first, the other is to be there.
+        # Codes and scales are read one after the other, but made together.
         for recent, made in zip(self._kept, both, strict=True):
             recent.keep(key, made)
         return both[scales]

@@ -79,7 +79,7 @@ class _Size(tuple[int, ...]):
 
 @lru_cache(1 << 17)
 def _size(value: object = ()) -> _Size:
-    """Return checked sizes; equal ones, of which there are many, are one object."""
+    """Return checked sizes; equal sizes are one object, since there are many."""
     return _Size(values.sizes_of(value))
 
 

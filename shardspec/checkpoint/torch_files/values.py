@@ -65,7 +65,7 @@ class TorchTensor(NamedTuple):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Sizes of the global tensor, of which this may be a shard."""
+        """Sizes of the global tensor; this may be a shard of it."""
         return self.shape if self.placed is None else self.placed.shape
 
     @property

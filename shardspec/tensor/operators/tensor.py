@@ -67,6 +67,7 @@ class PartOf:
     """True if the view was gathered, so that its shards are not in the base's memory."""
 
 
+# mypy refuses to inherit from Any, which is what lets torch's functions take this class.
 class TensorLike(Base):  # type: ignore[misc]
     """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
