@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call, leaves_of
+from shardspec.tensor.operators.call import REFUSALS, Call, leaves_of
 from shardspec.tensor.operators.lookups import LOOKUPS
 from shardspec.tensor.operators.rules import (
     ALONG,
@@ -47,11 +47,6 @@ from shardspec.tracing import LOGGER
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-_REFUSALS: Final = (
-    *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
-    AttributeError,
-)
-"""The errors that torch raises if it cannot propagate a layout."""
 _OPERANDS_OF_WHERE: Final = 3
 """With fewer it returns indices."""
 _DROPOUT_PLACE: Final = 4
@@ -356,7 +351,7 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
         if isinstance(result, torch.Tensor):
             return _ours(call, result, theirs, copies)
         return tree_map(lambda leaf: _ours(call, leaf, theirs, copies), result)
-    except (*_REFUSALS, LossyConversionError, LayoutError):
+    except (*REFUSALS, LossyConversionError, LayoutError):
         from shardspec.tensor.operators.propagate import layouts_by_torch
 
         if layouts_by_torch(call, first.to_torch().device_mesh) is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -10,6 +10,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shardspec.layout.layout import Layout
 from shardspec.tensor.operators.rules import Named
 from shardspec.tensor.operators.tensor import TensorLike
+
+REFUSALS: Final = (
+    *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
+    AttributeError,
+)
+"""The errors that torch raises if it cannot propagate a layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,11 @@ from shardspec.interop.torch_dtensor import in_our_words, layout_of, torch_dtens
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.mesh.job import check_ascending
-from shardspec.tensor.operators.call import Call
+from shardspec.tensor.operators.call import REFUSALS, Call
 from shardspec.tensor.operators.tensor import TensorLike
 
 Layouts: TypeAlias = Sequence[Layout | None] | None
 
-_FAILURES: Final = (
-    *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
-    AttributeError,
-)
-"""The errors that torch raises if it cannot propagate a layout."""
 _HASHABLE: Final = (int, float, complex, str, type(None), torch.dtype, torch.device)
 _MOST_KNOWN: Final = 4096
 _KNOWN: Final[dict[Hashable, tuple[Layouts]]] = {}
@@ -119,5 +114,5 @@ def _propagated(call: Call, torch_mesh: TorchMesh) -> Layouts:
                 for leaf in tree_leaves(result)
                 if isinstance(leaf, torch.Tensor)
             ]
-        except (*_FAILURES, LayoutError, LossyConversionError):
+        except (*REFUSALS, LayoutError, LossyConversionError):
             return None
