@@ -113,9 +113,9 @@ class ReshardPlan:
         names = self.values, self.padded, self.dropped, *self.quantized
         digest = hashlib.sha256(repr((self.max_bytes, *names, self.links)).encode())
         layouts = {layout for move in self.moves for layout in (move.source, move.target)}
-        texts = {layout: repr(_facts(layout)) for layout in layouts}
+        hashes = {at: hashlib.sha256(repr(_facts(at)).encode()).digest() for at in layouts}
         for move in self.moves:
-            ends = texts[move.source], texts[move.target]
+            ends = hashes[move.source], hashes[move.target]
             digest.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
         return digest.hexdigest()
 
@@ -411,9 +411,13 @@ def plan_state(
                 raise LayoutError(
                     f"the {lacking} lacks {names_text}; names= maps names that differ"
                 )
+        one: dict[Layout, Layout] = {}  # equal layouts are one, which is faster to compare
         moves = [
-            TensorMove(name, renamed[name], layout, after[renamed[name]])
+            TensorMove(
+                name, to, one.setdefault(layout, layout), one.setdefault(after[to], after[to])
+            )
             for name, layout in before.items()
+            for to in [renamed[name]]
         ]
     else:
         raise LayoutError(
@@ -429,9 +433,10 @@ def plan_state(
     plan = ReshardPlan(
         tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind), links=links
     )
-    cluster_of_moves(moves, links)  # raises where links do not fit the meshes
-    for places in kinds_of(moves).values():
-        check_move(moves[places[0]])
+    examples = [moves[places[0]] for places in kinds_of(moves).values()]
+    cluster_of_moves(examples, links)  # raises where links do not fit the meshes
+    for move in examples:
+        check_move(move)
     if bound is not None:
         _ = plan.copies  # raises where it is too small
     return plan
