@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
+from shardspec.comm.cluster_file import read_earlier_profile
 from shardspec.comm.curves import (
     EXCHANGE_KIND,
     KINDS,
@@ -26,7 +27,6 @@ from shardspec.comm.curves import (
     share,
     whole,
 )
-from shardspec.comm.earlier_profile import read_earlier_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers

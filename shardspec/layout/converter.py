@@ -10,14 +10,13 @@ from shardspec.comm.cost import CostModel, Links, models_on
 from shardspec.comm.steps import ReduceOp, Slice
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
-from shardspec.layout.dot import dot_text
 from shardspec.layout.layout import Layout, OwnSpec, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, communicating_moves, plan_of_moves
 from shardspec.layout.pricing import Prices, prices_to_search, states_of
 from shardspec.layout.search import cheapest_plan, too_many
 from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.table import CostTable, cost_table, pair_costs
-from shardspec.layout.transitions import priced_graph
+from shardspec.layout.transitions import dot_text, priced_graph
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 

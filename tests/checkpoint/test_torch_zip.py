@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardspec import merge
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place

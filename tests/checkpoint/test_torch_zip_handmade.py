@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError

@@ -10,8 +10,8 @@ from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
 from shardspec.cli.options import parse_bytes
 from shardspec.comm.presets import preset_names
-from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan_text import difference_text
+from shardspec.layout.plan import difference_text
+from shardspec.layout.search import naive_plan
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
 

@@ -13,8 +13,7 @@ from shardspec.comm.steps import (
     ReduceScatter,
     Slice,
 )
-from shardspec.layout.plan import step_text
-from shardspec.layout.plan_text import plans_table, route_text
+from shardspec.layout.plan import plans_table, route_text, step_text
 from tests.conversions import plain_specs, targets_of
 
 MODEL = CostModel((2, 4), (Link(1e-5, 1 / 50e9, "slow"), Link(3e-6, 1 / 400e9, "fast")))
