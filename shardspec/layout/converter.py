@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -22,9 +22,6 @@ from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import networkx as nx
-
-_MAX_REMEMBERED: Final = 1 << 18
-"""Costs that a converter remembers before it starts anew."""
 
 
 class LayoutConverter:
@@ -235,8 +232,6 @@ class LayoutConverter:
             target = source.with_spec(target)
         seconds = self._seconds.get((source, target))
         if seconds is None:
-            if len(self._seconds) >= _MAX_REMEMBERED:
-                self._seconds.clear()
             seconds = self._seconds[source, target] = self.plan(source, target).cost_seconds
         return seconds
 

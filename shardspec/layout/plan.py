@@ -1,6 +1,5 @@
 """Conversion plans: the ordered steps between two layouts with their costs."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -8,7 +7,7 @@ from html import escape
 from itertools import chain, pairwise
 from typing import Final, TypeAlias
 
-from shardspec.comm.cost import CostModel, accuracy_text
+from shardspec.comm.cost import CostModel, accuracy_text, measured_link
 from shardspec.comm.curves import Link, bytes_received, copies, kind_of
 from shardspec.comm.steps import (
     AllGather,
@@ -162,10 +161,6 @@ class ConversionPlan:
         devices = max(layout.mesh.size() for layout in self.layouts)
         return notebook_html(lambda: f"{self.svg()}<pre>{escape(text)}</pre>", text, devices)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Return the plan as JSON text."""
-        return json.dumps(self.as_dict(), indent=indent)
-
     def __repr__(self) -> str:
         steps = ", ".join(map(repr, self.steps)) or "nothing to do"
         target = self.target.title if self.target.mesh != self.source.mesh else self.target.spec
@@ -277,7 +272,7 @@ def known_error(plans: Iterable[ConversionPlan]) -> str:
             if not step_bytes(step, before, after):  # as over an axis of one device
                 continue
             model = model_between(plan, before, after)
-            link = model.measured_link(step, before.max_local_bytes)
+            link = measured_link(model, step, before.max_local_bytes)
             if link is not None:
                 links[link] = None
             else:
