@@ -178,6 +178,7 @@ def state_copies(
     padded: tuple[str, ...],
     dropped: tuple[str, ...],
     digest: str,
+    kinds: Mapping[MoveKind, Sequence[int]],
     max_bytes: int,
     links: Links | None,
 ) -> StateCopies:
@@ -185,7 +186,6 @@ def state_copies(
 
     Raises LayoutError if `max_bytes` is too small for messages with all peers at once.
     """
-    kinds = kinds_of(moves)
     examples = [moves[places[0]] for places in kinds.values()]
     cluster, files = cluster_of_moves(examples, links), files_of(examples)
     devices = tuple(sorted(files.union(*(mesh.ids for mesh in meshes_of(examples)))))
@@ -448,26 +448,13 @@ def _merged(
 
 
 def _least_seconds(far: Iterable[Far], cluster: Cluster) -> float:
-    """Return a lower bound of the seconds of boxes that hosts lack, however often passed on.
-
-    A host receives what it lacks and sends what it alone has, and its devices share this; so does
-    a device where it is the only one of its host.
-    """
-    by_host = cache(cluster.by_host)
-    moved: Counter[tuple[object, ...]] = Counter()
-    devices = defaultdict[tuple[object, ...], set[int]](set)
+    """Return a lower bound of the time in which hosts receive what they lack, once."""
+    received = defaultdict[object, float](float)
     for item in far:
-        sources = by_host(item.copy.holders)
-        ends = [("in", *each) for each in item.receivers.items()]
-        ends += [("out", *each) for each in sources.items() if len(sources) == 1]
-        for side, host, ids in ends:
-            moved[side, host] += item.copy.num_bytes
-            devices[side, host].update(ids)
-            if len(ids) == 1:
-                moved[side, host, ids] += item.copy.num_bytes
-                devices[side, host, ids].update(ids)
-    ports = {key: 1 if cluster.shares_ports else len(ids) for key, ids in devices.items()}
-    return cluster.far[1] * max((size / ports[key] for key, size in moved.items()), default=0.0)
+        for host, ids in item.receivers.items():
+            share = 1 if cluster.shares_ports else len(ids)
+            received[host if cluster.shares_ports else ids] += item.copy.num_bytes / share
+    return cluster.far[1] * max(received.values(), default=0)
 
 
 def in_stages(
