@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4526, 13),
     "shardspec/tensor": (3292, 16),
-    "tests": (55334, 346),  # 98 lines hold the rules of plain English
+    "tests": (55137, 346),  # 98 lines hold the rules of plain English
 }
 
 
