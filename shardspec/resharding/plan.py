@@ -415,13 +415,9 @@ def plan_state(
                 raise LayoutError(
                     f"the {lacking} lacks {names_text}; names= maps names that differ"
                 )
-        one: dict[Layout, Layout] = {}  # equal layouts are one, which is faster to compare
         moves = [
-            TensorMove(
-                name, to, one.setdefault(layout, layout), one.setdefault(after[to], after[to])
-            )
+            TensorMove(name, renamed[name], layout, after[renamed[name]])
             for name, layout in before.items()
-            for to in [renamed[name]]
         ]
     else:
         raise LayoutError(
