@@ -7,6 +7,7 @@ than they are read.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Final
 
@@ -89,6 +90,20 @@ class Source:
             read_box_into(self.tensor, box, room, files, buffers, self._checks)
         self._spare.append(buffers)
         return values
+
+
+def as_matrices(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor of fewer than two dims as a matrix, others as they are."""
+    more = (1,) * (2 - len(tensor.shape))
+    boxes = (
+        replace(
+            stored,
+            box=(*((0, 1) for _ in more), *stored.box),
+            strides=stored.strides and (*(0 for _ in more), *stored.strides),
+        )
+        for stored in tensor.boxes
+    )
+    return replace(tensor, shape=(*more, *tensor.shape), boxes=tuple(boxes)) if more else tensor
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
