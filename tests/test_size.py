@@ -7,11 +7,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
+# `checkpoint` and `cli`: checkpoints summed with weights, and adapters merged into their base.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43738, 197),
-    "shardspec/checkpoint": (18145, 73),
-    "shardspec/cli": (3394, 15),
+    "shardspec": (44653, 199),
+    "shardspec/checkpoint": (18971, 75),
+    "shardspec/cli": (3483, 15),
     "shardspec/comm": (4112, 23),
     "shardspec/explorer": (229, 2),
     "shardspec/families": (1956, 10),
@@ -22,7 +23,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4536, 14),
     "shardspec/tensor": (3292, 16),
-    "tests": (55357, 346),  # 98 lines hold the rules of plain English
+    "tests": (56050, 348),  # 98 lines hold the rules of plain English
 }
 
 

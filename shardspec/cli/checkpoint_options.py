@@ -90,6 +90,7 @@ class SumOptions:
     minus: PurePath | None
     scale: float
     take_first: tuple[str, ...]
+    lora: PurePath | None
 
     def places(self, checkpoints: tuple[PurePath, ...]) -> tuple[PurePath, ...]:
         """Return the checkpoints to sum, in order."""
@@ -106,7 +107,7 @@ class SumOptions:
         if self.plus is not None or self.minus is not None:
             scales = (self.plus, self.scale), (self.minus, -self.scale)
             weights = (1.0, *(scale for path, scale in scales if path is not None))
-        return {"weights": weights, "take_first": self.take_first}
+        return {"weights": weights, "take_first": self.take_first, "lora": self.lora}
 
 
 def _weights(text: str) -> tuple[float, ...]:
@@ -139,6 +140,12 @@ sum_options: Final = grouped(
         "Take tensors whose names match from the first CKPT, as counters that differ; may be given "
         "several times.",
         {"metavar": "PATTERN", "multiple": True},
+    ),
+    Option(
+        "lora",
+        "Input",
+        "Merge this adapter of PEFT into CKPT: LoRA, rsLoRA or DoRA.",
+        {"metavar": "ADAPTER", "type": OTHER},
     ),
 )
 

@@ -102,7 +102,7 @@ def test_there_are_few_commands_and_options():
     )
     assert len(TOP) <= 14
     # With -h of each, without the four of shardspec itself; merge and reshard sum checkpoints.
-    assert count <= 218
+    assert count <= 220
 
 
 def test_each_option_is_defined_once():
@@ -213,7 +213,7 @@ def test_shells_complete_paths():
         ]
         for parameter in merge.params
     }
-    for name in ("checkpoint", "output", "map", "source_rules"):
+    for name in ("checkpoints", "output", "map", "source_rules"):
         assert completed[name] == ["file"], name
     assert completed["dtype"] == []
 

@@ -106,6 +106,7 @@ class WriteKeywords(Selection, total=False):
     digests: PurePath | str | None
     weights: Sequence[float] | None
     take_first: Patterns
+    lora: PurePath | str | Catalog | None
 
 
 Checkpoints: TypeAlias = PurePath | str | Catalog | Sequence[PurePath | str | Catalog]
@@ -140,6 +141,7 @@ class WriteOptions(Choice):
     digests: PurePath | str | None = None
     weights: Sequence[float] | None = None
     take_first: Patterns = ()
+    lora: PurePath | str | Catalog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class WriteReport:
     filled: tuple[str, ...] = ()
     """Names of the tensors that were taken from `fill_from`."""
     summed: tuple[str, ...] = ()
-    """Notes on how several checkpoints were combined."""
+    """Notes on how checkpoints or an adapter were combined."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -318,6 +320,9 @@ def merge(
         Optimizer state is excluded, unless `include` names it.
     take_first
         Shell patterns of names whose tensors and values are those of the first checkpoint.
+    lora
+        An adapter of PEFT to merge into the checkpoint: LoRA, rank-stabilized LoRA or DoRA, in any
+        format, with its ``adapter_config.json``. Every tensor of it is used, or it is refused.
 
     Raises
     ------
@@ -537,24 +542,34 @@ def _opened(
     sources = [as_catalog(place) for place in several]
     if not sources:
         raise CheckpointError("there is no checkpoint to write; name one, or several to sum")
+    if options.lora is not None and (len(sources) > 1 or options.weights is not None):
+        raise CheckpointError(
+            "an adapter is merged into one checkpoint; sum first, then merge with ",
+            Argument("lora"),
+        )
     sums = len(sources) > 1 or options.weights is not None or bool(options.take_first)
     source, names = sources[0], options.names
     choice: Choice = options
     quantize = options.quantize, options.quantize_include
-    if sums or any(value is not None for value in (names, options.dtype, *quantize)):
+    combined = sums or options.lora is not None
+    if combined or any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         if sums:
             from shardspec.checkpoint.convert.sums import summed_source
 
             weights, first = options.weights, options.take_first
             source, choice = summed_source(sources, weights, names, options, first)
+        elif options.lora is not None:
+            from shardspec.checkpoint.convert.lora import adapted_source
+
+            source, choice = adapted_source(source, as_catalog(options.lora), names, options)
         else:
             source, choice = mapped_source(source, names, options)
         if quantize != (None, None):
             from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
             how = quantize_of(*quantize)
-            chosen = options if names is None and not sums else Choice()
+            chosen = options if choice is options else Choice()
             source = quantized_as(source, how, chosen, config)
             choice = options.after_map() if options.quantize is not None else choice
     else:

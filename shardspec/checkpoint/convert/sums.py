@@ -12,21 +12,17 @@ from math import fsum, isclose
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import (
     Catalog,
     Outline,
-    StoredBox,
     StoredReduction,
     StoredTensor,
-    whole_box,
 )
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.convert.copy import Buffers
 from shardspec.checkpoint.convert.model_names import Assembled, without_optimizer
-from shardspec.checkpoint.convert.numeric import narrow, numbers
 from shardspec.checkpoint.convert.select import (
     CatalogNaming,
     Choice,
@@ -37,12 +33,7 @@ from shardspec.checkpoint.convert.select import (
 )
 from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import quantized_in
-from shardspec.checkpoint.quantization.derived import (
-    ComputedMatrices,
-    Source,
-    as_matrices,
-    bytes_in_files,
-)
+from shardspec.checkpoint.quantization.derived import Recast
 from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
 from shardspec.errors import CheckpointError
 from shardspec.resharding.name_map import Names
@@ -123,7 +114,7 @@ def summed_source(
         else:
             summed[name] = dtype
     _require_equal(every, equal, why)
-    made = _Sum(every, wanted[0], left)
+    made = SummedCatalog(every, wanted[0], left)
     made.weights, made.summed = factors, summed
     notes = []
     if not isclose(fsum(factors), 1, rel_tol=1e-6):
@@ -233,12 +224,8 @@ def _check_model_types(sources: Sequence[Catalog]) -> None:
             )
 
 
-class _Sum(Assembled):
+class SummedCatalog(Assembled):
     """Selected tensors of the first checkpoint, and weighted sums of those of all."""
-
-    weights: tuple[float, ...]
-    summed: Mapping[str, str]
-    """Name of each summed tensor to the dtype of its addends."""
 
     def __init__(self, sources: Sequence[Catalog], names: Sequence[str], choice: Choice) -> None:
         first = sources[0]
@@ -246,6 +233,9 @@ class _Sum(Assembled):
         kept = [name for name in first.extras if choice.wants(name)]
         kept = kept if choice.include is not None else without_optimizer(kept)
         self._extras = {name: first.extras[name] for name in kept}
+        self.weights: tuple[float, ...] = ()
+        self.summed: Mapping[str, str] = {}
+        """Name of each summed tensor to the dtype of its addends."""
         self._sources, self._spare = sources, list[Buffers]()
 
     def _look_up(self, name: str) -> StoredTensor:
@@ -255,35 +245,13 @@ class _Sum(Assembled):
         boxes = [
             replace(stored, addend=(number,))
             for number, source in enumerate(self._sources)
-            for stored in self._addend(source.tensor(name), dtype)
+            for stored in self._addend(source.tensor(name), dtype).boxes
         ]
         pending = StoredReduction("sum", len(self._sources), self.weights)
         shape = self.base.outline(name).shape
         return StoredTensor(name, shape, dtype, None, (pending,), tuple(boxes))
 
-    def _addend(self, tensor: StoredTensor, dtype: str) -> tuple[StoredBox, ...]:
-        """Return the boxes of a tensor in a dtype, without a pending reduction."""
-        if (tensor.dtype == dtype and not tensor.pending) or not tensor.boxes:
-            return tensor.boxes
-        first = tensor.boxes[0]
-        made = _Widened(tensor, dtype, self._spare)
-        return (StoredBox(whole_box(tensor.shape), (), first.rank, first.path, 0, computed=made),)
-
-
-class _Widened(ComputedMatrices):
-    """A tensor whose pending reductions are finished, in another dtype."""
-
-    def __init__(self, tensor: StoredTensor, dtype: str, spare: list[Buffers]) -> None:
-        source = Source(as_matrices(tensor), spare)
-        rows, columns = source.tensor.shape[-2:]
-        super().__init__(rows, columns, dtype, bytes_in_files([tensor]))
-        self._source = source
-
-    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
-        (height, width), dtype = out.shape, self.dtype
-        raw = self._source.rows(matrix, row, row + height, ((column, column + width),))
-        values = numbers(raw.reshape(-1).view(np.uint8), self._source.tensor.dtype)
-        if dtype in ("float32", "float64"):
-            values = values.astype(dtype, copy=False)
-        out[...] = narrow(values, dtype).view(out.dtype).reshape(out.shape)
+    def _addend(self, tensor: StoredTensor, dtype: str) -> StoredTensor:
+        """Return a tensor in a dtype, without a pending reduction."""
+        as_is = tensor.dtype == dtype and not tensor.pending
+        return tensor if as_is else Recast(tensor, dtype, self._spare).tensor()
