@@ -22,7 +22,11 @@ def run(*args):
 
 def base_of(dtype=torch.float32):
     torch.manual_seed(0)
-    shapes = {f"{Q}.weight": (40, 24), f"{DOWN}.weight": (24, 24), "lm_head.weight": (9, 24)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{Q}.weight": (40, 24),
+        f"{DOWN}.weight": (24, 24),
+        "lm_head.weight": (9, 24),
+    }
     shapes |= {"model.embed_tokens.weight": (9, 24), f"{Q}.bias": (40,)}
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
@@ -199,7 +203,9 @@ def experts(transposed):
     """Return stacked experts, an adapter of both by PEFT's names, and the merged weights."""
     torch.manual_seed(3)
     shapes = {"gate_up_proj": (3, 24, 40), "down_proj": (3, 20, 24)}
-    weights, tensors, expected = {}, {}, {}
+    weights: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     for at, (name, shape) in enumerate(shapes.items()):
         outputs, inputs = shape[1:] if not transposed else shape[:0:-1]
         weights[f"mlp.experts.{name}"] = torch.randn(shape)
