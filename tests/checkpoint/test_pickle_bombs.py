@@ -48,10 +48,13 @@ def bombs(share):
     return {
         "many lists": (b"(" + b"]" * (8 << 20) + b"t", TOO_MUCH),
         "many dicts of an item": (b"(" + b"}NNs" * (3 << 20) + b"t", TOO_MUCH),
-        "many names": (b"(" + b"".join(b"ca\n%d\n" % n for n in range(1 << 20)) + b"t", "names a."),
+        "many names": (
+            b"(" + b"".join(b"ca\n%d\n" % n for n in range((1 << 20) // share)) + b"t",
+            "names a.",
+        ),
         "records": (b"(ca\nThing\nq\0" + b"h\0)\x81" * ((2 << 20) // share) + b"t", "read"),
         "records with states": (
-            b"(ca\nThing\nq\0" + b"h\0)\x81}K\1K\1sb" * (1 << 20) + b"t",
+            b"(ca\nThing\nq\0" + b"h\0)\x81}K\1K\1sb" * ((1 << 20) // share) + b"t",
             EITHER,
         ),
         "numbers of one hash": (
@@ -74,7 +77,7 @@ def bombs(share):
             TOO_MUCH,
         ),
         "small dicts": (
-            b"(" + b"}K\1K\1s" * (1 << 20) + b"t",
+            b"(" + b"}K\1K\1s" * ((1 << 20) // share) + b"t",
             EITHER,
         ),
         "a thousand laughs as a key": (b"}" + laughs(200) + b"K\1s", TOO_MUCH),
@@ -96,7 +99,7 @@ def bombs(share):
 NAMES = list(bombs(1 << 20))
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[8, pytest.param(1, marks=pytest.mark.exhaustive)])
 def ended(request, tmp_path_factory):
     """How the reading of each ended, in a process of its own, and what it is to say."""
     folder = tmp_path_factory.mktemp("bombs")
