@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43587, 181),
-    "shardspec/checkpoint": (18103, 70),
+    "shardspec": (43577, 181),
+    "shardspec/checkpoint": (18093, 70),
     "shardspec/cli": (3379, 13),
     "shardspec/comm": (4091, 20),
     "shardspec/explorer": (222, 1),
@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4526, 13),
     "shardspec/tensor": (3292, 16),
-    "tests": (55137, 346),  # 98 lines hold the rules of plain English
+    "tests": (54988, 346),  # 98 lines hold the rules of plain English
 }
 
 
