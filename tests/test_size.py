@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43577, 181),
+    "shardspec": (43649, 181),
     "shardspec/checkpoint": (18093, 70),
     "shardspec/cli": (3379, 13),
     "shardspec/comm": (4091, 20),
@@ -19,9 +19,9 @@ BUDGET = {
     "shardspec/layout": (4680, 18),
     "shardspec/mesh": (1101, 5),
     "shardspec/profiling": (369, 3),
-    "shardspec/resharding": (4526, 13),
+    "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (54988, 346),  # 98 lines hold the rules of plain English
+    "tests": (54991, 346),  # 98 lines hold the rules of plain English
 }
 
 
