@@ -7,11 +7,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
+# `checkpoint` and `cli`: checkpoints summed with weights, and adapters merged into their base.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43659, 181),
-    "shardspec/checkpoint": (18103, 70),
-    "shardspec/cli": (3379, 13),
+    "shardspec": (44564, 183),
+    "shardspec/checkpoint": (18919, 72),
+    "shardspec/cli": (3468, 13),
     "shardspec/comm": (4091, 20),
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
@@ -21,7 +22,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55137, 346),  # 98 lines hold the rules of plain English
+    "tests": (55710, 348),  # 98 lines hold the rules of plain English
 }
 
 
