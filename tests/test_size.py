@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent
 # `checkpoint` and `cli`: checkpoints summed with weights, and adapters merged into their base.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (44564, 183),
+    "shardspec": (44565, 183),
     "shardspec/checkpoint": (18919, 72),
     "shardspec/cli": (3468, 13),
-    "shardspec/comm": (4091, 20),
+    "shardspec/comm": (4093, 20),
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
     "shardspec/interop": (657, 4),
@@ -22,7 +22,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55710, 348),  # 98 lines hold the rules of plain English
+    "tests": (55730, 348),  # 98 lines hold the rules of plain English
 }
 
 
