@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 BUDGET = {
     "shardspec": (44565, 183),
     "shardspec/checkpoint": (18919, 72),
-    "shardspec/cli": (3468, 13),
+    "shardspec/cli": (3467, 13),
     "shardspec/comm": (4093, 20),
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
