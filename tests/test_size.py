@@ -17,7 +17,7 @@ BUDGET = {
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
     "shardspec/interop": (657, 4),
-    "shardspec/layout": (4680, 18),
+    "shardspec/layout": (4682, 18),
     "shardspec/mesh": (1101, 5),
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
