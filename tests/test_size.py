@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # `cli`: the move of a model from one layout to another at a glance.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (44625, 183),
+    "shardspec": (44627, 183),
     "shardspec/checkpoint": (18919, 72),
     "shardspec/cli": (3527, 13),
     "shardspec/comm": (4093, 20),
