@@ -34,8 +34,8 @@ def box_size(box: Box) -> int:
     return size
 
 
-def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box with at most `most` elements each, in the order of memory.
+def chunks(box: Box, max_elements: int) -> Iterator[Box]:
+    """Yield parts of a box with at most `max_elements` elements each, in the order of memory.
 
     Each part is as long as the bound allows, and consists of full rows if rows fit. An empty box
     has no parts.
@@ -43,18 +43,18 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """
-    assert most > 0, "a chunk holds something"
+    assert max_elements > 0, "a chunk holds something"
     size = box_size(box)
-    if 0 < size <= most:
+    if 0 < size <= max_elements:
         yield box
     elif size:
         dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
         lo, hi = box[dim]
         row = size // (hi - lo)
-        rows = max(1, most // row)
+        rows = max(1, max_elements // row)
         for start in range(lo, hi, rows):
             part = (*box[:dim], (start, min(start + rows, hi)), *box[dim + 1 :])
-            yield from chunks(part, most)
+            yield from chunks(part, max_elements)
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -101,5 +101,5 @@ def is_cast(source: str, target: str) -> bool:
     Complex numbers stay as they are, and so do 4-bit numbers, which have scales of their
     own.
     """
-    apart = source.startswith("complex") or packed(source) > 1
-    return source != target and is_floating(source) and not apart
+    is_exempt = source.startswith("complex") or packed(source) > 1
+    return source != target and is_floating(source) and not is_exempt

@@ -17,23 +17,23 @@ def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
         # Without O_NONBLOCK, opening a pipe would wait for a writer. A device might never end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as refused:
-        why = refused.strerror if isinstance(refused, OSError) else str(refused)
-        raise error(f"{path}: cannot be read: {why}") from None
+        reason = refused.strerror if isinstance(refused, OSError) else str(refused)
+        raise error(f"{path}: cannot be read: {reason}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error(f"{path}: is not a regular file")
     return descriptor
 
 
-def read_input_file(path: PurePath, most_bytes: int) -> bytes:
+def read_input_file(path: PurePath, max_bytes: int) -> bytes:
     """Return the content of a regular file; raises `InputFileError` for others and large ones."""
     with open(open_regular(path, InputFileError), "rb") as file:
         try:
-            data = file.read(most_bytes + 1)
+            data = file.read(max_bytes + 1)
         except OSError as error:
             raise InputFileError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > most_bytes:
-        raise InputFileError(f"{path}: has more than {most_bytes:,} bytes")
+    if len(data) > max_bytes:
+        raise InputFileError(f"{path}: has more than {max_bytes:,} bytes")
     return data
 
 

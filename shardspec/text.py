@@ -8,11 +8,11 @@ from itertools import chain, product, repeat
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
-_LEAST_NAME: Final = 24
+_NAME_WIDTH: Final = 24
 """Columns of a name that is not shortened further while there are columns to omit."""
-_LEAST_WRAPPED: Final = 20
+_WRAPPED_WIDTH: Final = 20
 """Columns of a text that is not wrapped further while there are columns to omit."""
-_LEAST_WIDTH: Final = 8
+_MIN_WIDTH: Final = 8
 """Columns that a shortened name keeps in any case."""
 
 _DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
@@ -172,35 +172,36 @@ def table_lines(
     widths = [0] * len(header)
     for row in rows():
         widths = [max(width, _width(cell)) for width, cell in zip(widths, row, strict=True)]
-    kept = [at for at, width in enumerate(widths) if width or empty_columns]
+    columns = [column for column, width in enumerate(widths) if width or empty_columns]
     for cells in (header, footer or header):
         widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
 
     def excess(narrower: int = 0) -> int:
         """Return by how much the table is too wide, some columns narrower."""
-        total = sum(widths[at] + 3 for at in kept) - 3 - narrower
+        total = sum(widths[column] + 3 for column in columns) - 3 - narrower
         return 0 if fits is None else max(0, total - fits)
 
-    least = _LEAST_WRAPPED if wraps else _LEAST_NAME
-    for at in optional:
-        if at in kept and excess(max(0, widths[flexible] - least)):
-            kept.remove(at)
-    texts = (flexible, *(at for at in kept if at not in numbers))
-    for at, most in (*product(texts, [least]), *product(texts, [_LEAST_WIDTH])):
-        widths[at] = max(min(widths[at], most), widths[at] - excess())
+    target_width = _WRAPPED_WIDTH if wraps else _NAME_WIDTH
+    for column in optional:
+        if column in columns and excess(max(0, widths[flexible] - target_width)):
+            columns.remove(column)
+    texts = (flexible, *(column for column in columns if column not in numbers))
+    for column, most in (*product(texts, [target_width]), *product(texts, [_MIN_WIDTH])):
+        widths[column] = max(min(widths[column], most), widths[column] - excess())
 
     def lines(row: Sequence[str]) -> Iterator[str]:
         parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
         for number, part in enumerate(parts):
             row = [*("" if number else cell for cell in row)]
             row[flexible] = part
-            texts = ((at, shortened(row[at], widths[at])) for at in kept)
-            cells = ((at, text, " " * (widths[at] - _width(text))) for at, text in texts)
-            yield "   ".join(
-                pad + cell if at in numbers else cell + pad for at, cell, pad in cells
-            ).rstrip()
+            cells = []
+            for column in columns:
+                text = shortened(row[column], widths[column])
+                pad = " " * (widths[column] - _width(text))
+                cells.append(pad + text if column in numbers else text + pad)
+            yield "   ".join(cells).rstrip()
 
-    rule = "─" * (sum(widths[at] for at in kept) + 3 * (len(kept) - 1))
+    rule = "─" * (sum(widths[column] for column in columns) + 3 * (len(columns) - 1))
     yield from lines(header)
     yield rule
     yield from chain.from_iterable(map(lines, rows()))

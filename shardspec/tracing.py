@@ -57,9 +57,9 @@ class StepRecord:
         return self.after.with_spec(spec.without_partial()) if self.backward else self.after
 
     def __str__(self) -> str:
-        way = "gradient: " if self.backward else ""
+        prefix = "gradient: " if self.backward else ""
         return (
-            f"{way}{step_text(self.step)}, {self.before.labelled_spec} → "
+            f"{prefix}{step_text(self.step)}, {self.before.labelled_spec} → "
             f"{self.after.labelled_spec} of {list(self.before.global_shape)} {self.before.dtype}, "
             f"{bytes_text(self.num_bytes)} in {seconds_text(self.seconds)} "
             f"(predicted: {seconds_text(self.predicted_seconds)})"
