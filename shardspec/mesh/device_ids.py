@@ -19,7 +19,7 @@ class _HasToList(Protocol):
 Ids: TypeAlias = _HasToList | Iterable[object]
 
 
-class TorchWords(TypedDict, total=False):
+class TorchArguments(TypedDict, total=False):
     """Arguments of a mesh under torch's names."""
 
     device_type: str | None
@@ -31,7 +31,7 @@ SECONDS: Final = (1e-100, 1e9)
 """The least and the most seconds accepted per message or byte, besides 0."""
 SECONDS_RULE: Final = "0, or from 1e-100 to 1e9"
 _SHOWN: Final = 8
-_MOST_AXES: Final = 64
+_MAX_DEPTH: Final = 64
 """The deepest nesting of ids, in case a list contains itself."""
 
 
@@ -72,15 +72,10 @@ def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
     return None if number is None else min(number, 2**63 - 1)
 
 
-def listed(ids: Sequence[int]) -> str:
+def ids_text(ids: Sequence[int]) -> str:
     """Return the ids as text; of a long list the first ones, and how many there are."""
     first = ", ".join(map(str, ids[:_SHOWN]))
-    return f"{first}, … {len(ids)} in all" if len(ids) > _SHOWN else first
-
-
-def some(ids: Sequence[int]) -> str:
-    """Return `listed` in brackets."""
-    return f"({listed(ids)})"
+    return f"({first}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({first})"
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
@@ -104,17 +99,17 @@ def checked_axis(axis: object) -> int | str:
     return number
 
 
-def by_number(what: str, given: object) -> dict[Any, Any]:
+def by_number(label: str, mapping: object) -> dict[Any, Any]:
     """Return a mapping with keys of decimal digits as ints; other keys are unchanged."""
-    if not isinstance(given, Mapping | None):
-        raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
+    if not isinstance(mapping, Mapping | None):
+        raise AxisError(f"{label} is a {type(mapping).__name__}; give a dict, as in {{0: [0]}}")
     result: dict[Any, Any] = {}
-    for key, value in (given or {}).items():
+    for key, value in (mapping or {}).items():
         number = whole_number(key)
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
             number = int(key)
         if number in result and number is not None:
-            raise AxisError(f"{what} has the key {number} twice, as a number and as text")
+            raise AxisError(f"{label} has the key {number} twice, as a number and as text")
         result[key if number is None else number] = value
     return result
 
@@ -132,8 +127,8 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len({len(row) for row in rows}) != 1:
             raise MeshError("the device ids form no grid: rows differ in length")
         shape.append(len(rows[0]))
-        if len(shape) > _MOST_AXES:
-            raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
+        if len(shape) > _MAX_DEPTH:
+            raise MeshError(f"the device ids are nested more than {_MAX_DEPTH} deep")
         level = [_plain(item) for row in rows for item in row]
     if from_tensor:  # tensors of floats are torch's default
         level = [
@@ -141,8 +136,8 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ]
     plain_ids = whole_numbers(level)
     if plain_ids is None:
-        wrong = next(item for item in level if whole_number(item) is None)
-        raise MeshError(f"device id {shown(wrong)} is not a whole number")
+        invalid = next(item for item in level if whole_number(item) is None)
+        raise MeshError(f"device id {shown(invalid)} is not a whole number")
     if plain_ids and min(plain_ids) < 0:
         raise MeshError(
             f"device id {min(plain_ids)} is negative; ids are global rank numbers from 0"
@@ -157,24 +152,24 @@ def grid_of(
     physical_mesh_id: Ids | None,
     mesh_shape: Ids | None,
     logical_mesh_id: Ids | None,
-    words: TorchWords,
+    arguments: TorchArguments,
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
     """Return the ids, the shape and the device type in the arguments of a mesh.
 
     They are spelled as here or as in torch, where the device type comes first. Raises `MeshError`
     if they contradict each other, and `TypeError` for other words.
     """
-    if unknown := words.keys() - TorchWords.__annotations__.keys():
+    if unknown := arguments.keys() - TorchArguments.__annotations__.keys():
         raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
-    device_type, mesh = words.get("device_type"), words.get("mesh")
+    device_type, mesh = arguments.get("device_type"), arguments.get("mesh")
     if isinstance(physical_mesh_id, str):
-        given = [ids for ids in (mesh_shape, mesh) if ids is not None]
-        if device_type is not None or logical_mesh_id is not None or len(given) != 1:
+        torch_ids = [ids for ids in (mesh_shape, mesh) if ids is not None]
+        if device_type is not None or logical_mesh_id is not None or len(torch_ids) != 1:
             raise MeshError(
                 f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
                 "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
             )
-        device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
+        device_type, physical_mesh_id, mesh_shape = physical_mesh_id, torch_ids[0], None
     elif mesh is not None and physical_mesh_id is None:
         physical_mesh_id = mesh
     elif mesh is not None or physical_mesh_id is None:
@@ -190,8 +185,8 @@ def grid_of(
         ids, shape = _ids_and_shape(logical_mesh_id)
         if set(ids) != set(physical):
             raise MeshError(
-                f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
-                f"holds {some(sorted(physical))}; give the same ids in both"
+                f"logical_mesh_id holds the ids {ids_text(sorted(ids))} but physical_mesh_id "
+                f"holds {ids_text(sorted(physical))}; give the same ids in both"
             )
     if mesh_shape is not None:
         sizes = whole_numbers(mesh_shape)
@@ -218,17 +213,17 @@ def grid_of(
 
 
 def _per_axis(
-    what: str, given: object, shape: tuple[int, ...], example: str
+    label: str, values_of_axes: object, shape: tuple[int, ...], example: str
 ) -> tuple[Any, ...] | None:
     """Return one value per axis of a mesh, or None if not given; raises `MeshError`."""
-    if given is None:
+    if values_of_axes is None:
         return None
-    if not isinstance(given, Iterable):
-        raise MeshError(f"{what}s {shown(given)}: give {example}")
-    values = tuple(given)
+    if not isinstance(values_of_axes, Iterable):
+        raise MeshError(f"{label}s {shown(values_of_axes)}: give {example}")
+    values = tuple(values_of_axes)
     if len(values) != len(shape):
         raise MeshError(
-            f"{counted(len(values), what)} given for a mesh with "
+            f"{counted(len(values), label)} given for a mesh with "
             f"{counted(len(shape), 'axis', 'axes')}"
         )
     return values
@@ -246,19 +241,19 @@ def checked_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
 
 
 def checked_links(
-    what: str, values: Sequence[float] | None, shape: tuple[int, ...]
+    label: str, links: Sequence[float] | None, shape: tuple[int, ...]
 ) -> tuple[float, ...] | None:
     """Return the seconds per message or byte of every axis; raises `MeshError` if invalid."""
-    given = _per_axis(f"{what} value", values, shape, "one number per axis, as in (1e-5, 3e-6)")
-    if given is None:
+    values = _per_axis(f"{label} value", links, shape, "one number per axis, as in (1e-5, 3e-6)")
+    if values is None:
         return None
-    numbers = [number for value in given if (number := seconds(value)) is not None]
-    if len(numbers) == len(given):
+    numbers = [number for value in values if (number := seconds(value)) is not None]
+    if len(numbers) == len(values):
         return tuple(numbers)
     rule = "a finite number, not negative"
-    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in given):
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
         rule = f"{SECONDS_RULE} s"
-    raise MeshError(f"{what} {shown(given)}: each value must be {rule}")
+    raise MeshError(f"{label} {shown(values)}: each value must be {rule}")
 
 
 def _plain(ids: object) -> object:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Unpack, get_arg
 from shardspec.errors import AxisError, MeshError, NotTorchMeshError
 from shardspec.mesh.device_ids import (
     Ids,
-    TorchWords,
+    TorchArguments,
     checked_links,
     checked_names,
     grid_of,
-    some,
+    ids_text,
     whole_number,
 )
 from shardspec.text import counted, html_table, shown
@@ -125,10 +125,10 @@ class DeviceMesh:
         link_model: LinkModel = "ring",
         links: Hashable | Sequence[str] = None,
         init_process_group: bool = False,
-        **words: Unpack[TorchWords],
+        **arguments: Unpack[TorchArguments],
     ) -> None:
-        ids, shape, device_type = grid_of(physical_mesh_id, mesh_shape, logical_mesh_id, words)
-        mesh_dim_names = words.get("mesh_dim_names")
+        ids, shape, device_type = grid_of(physical_mesh_id, mesh_shape, logical_mesh_id, arguments)
+        mesh_dim_names = arguments.get("mesh_dim_names")
         if link_model not in get_args(LinkModel):
             raise MeshError(f"link_model {shown(link_model)}: use one of {get_args(LinkModel)}")
         if axis_names is not None and mesh_dim_names is not None:
@@ -161,8 +161,8 @@ class DeviceMesh:
     def __reduce__(self) -> tuple[object, ...]:
         # Rebuilt rather than restored: hashes of text differ from process to process.
         names, model = self.axis_names, self.link_model
-        made = partial(DeviceMesh, axis_names=names, link_model=model, links=self.links)
-        return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
+        rebuild = partial(DeviceMesh, axis_names=names, link_model=model, links=self.links)
+        return rebuild, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
 
     def __repr__(self) -> str:
         ids = f"range({len(self.ids)})" if self.ids == tuple(range(len(self.ids))) else None
@@ -173,7 +173,7 @@ class DeviceMesh:
             for name, default in usual.items()
             if (value := getattr(self, name)) != default
         ]
-        return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
+        return f"DeviceMesh({ids or ids_text(self.ids)}, {self.shape}{''.join(options)})"
 
     def _repr_html_(self) -> str:
         """Show the ids as a table in notebooks, with the last axis across."""
@@ -262,7 +262,7 @@ class DeviceMesh:
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
         """Return the coordinates of a device, one index per axis; raises `MeshError` outside."""
         if physical_id not in self:
-            raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
+            raise MeshError(f"device {physical_id} is not in the mesh of ids {ids_text(self.ids)}")
         # Computed, because a table of coordinates takes 100 MiB for a million devices.
         position = self._position[physical_id]
         coordinates = []
@@ -308,22 +308,22 @@ class DeviceMesh:
         for axis, index in at.items():
             if whole_number(index) is None or not 0 <= index < self.shape[axis]:
                 raise MeshError(f"index {shown(index)} lies outside axis {axis} of mesh {self}")
-        kept = [a for a in range(self.ndim) if a not in at]
-        if not kept:
+        free_axes = [a for a in range(self.ndim) if a not in at]
+        if not free_axes:
             raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
         first = self.id_at([at.get(axis, 0) for axis in range(self.ndim)])
-        return self.slice_with(first, kept)
+        return self.slice_with(first, free_axes)
 
     def slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
         """Return the mesh along `axes`, in this order, that contains a device."""
-        kept: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
             for name in ("mesh_alpha", "mesh_beta", "axis_names")
         }
         shape = [self.shape[axis] for axis in axes]
         links = tuple(self.links[a] for a in axes) if isinstance(self.links, tuple) else self.links
-        kept |= {"link_model": self.link_model, "links": links}
-        return DeviceMesh(self.group(physical_id, axes), shape, **kept)
+        options |= {"link_model": self.link_model, "links": links}
+        return DeviceMesh(self.group(physical_id, axes), shape, **options)
 
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
@@ -360,8 +360,8 @@ class DeviceMesh:
         axes = [self.axis(name) for name in names]
         from shardspec.mesh.job import rank_in
 
-        what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
-        return self.slice_with(rank_in(self, what), axes)
+        use = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
+        return self.slice_with(rank_in(self, use), axes)
 
     def flatten(self, mesh_dim_name: str | None = None) -> "DeviceMesh":
         """Return a mesh of the same devices along one axis, with the slowest link of all axes.

@@ -73,9 +73,9 @@ class Job:
 
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
         """Return the existing torch mesh of a mesh, for a device type or any; None without one."""
-        for other, made in self.torch_meshes:
-            if _grid(other) == _grid(mesh) and device_type in (None, made.device_type):
-                return made
+        for own_mesh, torch_mesh in self.torch_meshes:
+            if _grid(own_mesh) == _grid(mesh) and device_type in (None, torch_mesh.device_type):
+                return torch_mesh
         return None
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
@@ -174,17 +174,17 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
         job.device_types[mesh.ids] = device_type
 
 
-def rank_in(mesh: _Mesh, what: str) -> int:
+def rank_in(mesh: _Mesh, use: str) -> int:
     """Return the calling rank and `join` the mesh; raises `CommunicatorError` outside of it."""
     if not dist.is_initialized():
         raise CommunicatorError(
-            f"{what}, but torch.distributed is not initialized; start the program with torchrun, "
+            f"{use}, but torch.distributed is not initialized; start the program with torchrun, "
             "or name the indices, as in mesh.submesh({'dp': 0})"
         )
     join(mesh)
     rank = dist.get_rank()
     if rank not in mesh.ids:
-        raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
+        raise CommunicatorError(f"{use}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
     return rank
 
 
@@ -201,9 +201,9 @@ def own_rank() -> int:
 def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
     """Return the calling rank's process group along an axis."""
     rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
-    made = job.torch_mesh(mesh)
-    if made is not None:
-        return made.get_group(axis)
+    existing = job.torch_mesh(mesh)
+    if existing is not None:
+        return existing.get_group(axis)
     return job.group(mesh.group(rank, [axis])) or to_torch(mesh).get_group(axis)
 
 
@@ -212,10 +212,10 @@ def device_type_of(mesh: _Mesh) -> str:
     if not dist.is_initialized():
         return "cpu"
     job, ids = current_job(), set(mesh.ids)
-    made = job.torch_mesh(mesh)
-    if made is not None:
-        return made.device_type
-    return next((kind for others, kind in job.device_types.items() if ids <= {*others}), "cpu")
+    existing = job.torch_mesh(mesh)
+    if existing is not None:
+        return existing.device_type
+    return next((kind for outer, kind in job.device_types.items() if ids <= {*outer}), "cpu")
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
@@ -224,8 +224,8 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
     If it has all ranks of the job, every rank calls this at the same point of the program.
     """
     job = current_job() if dist.is_initialized() else None
-    for own_mesh, made in job.torch_meshes if job else ():
-        if made == torch_mesh:
+    for own_mesh, existing in job.torch_meshes if job else ():
+        if existing == torch_mesh:
             return own_mesh
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
     if job is None:
@@ -296,8 +296,8 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
             )
         same_backend = dist.get_backend_config(group) == dist.get_backend_config()
         if same_backend and len(members) < world == len(mesh.ids):
-            for others in mesh.groups([axis]):
-                job.groups.setdefault(others, group if rank in others else None)
+            for ranks_of_group in mesh.groups([axis]):
+                job.groups.setdefault(ranks_of_group, group if rank in ranks_of_group else None)
 
 
 def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None:
