@@ -39,7 +39,10 @@ def test_names_of_axes_as_torch_calls_them():
 
 
 SPECS: list[tuple[tuple[Any, ...], str]] = [
-    ((2, {"0": [0], 0: [1]}), "dim_partition_dict has the key 0 twice, as a number and as text"),
+    (
+        (2, {"0": [0], 0: [1]}),
+        "dim_partition_dict has the key 0 twice, as a number and as text; give one",
+    ),
     (
         (2, {0.5: [0]}),
         "dim_partition_dict names dim 0.5, but the tensor has 2 dims, numbered from 0",

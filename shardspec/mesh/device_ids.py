@@ -1,4 +1,14 @@
-"""Checks of the arguments of meshes: numbers, device ids, axes, names and links."""
+"""Checks of the arguments of meshes: numbers, device ids, axes, names and links.
+
+>>> grid_of([[0, 1], [2, 3]], None, None, {})
+((0, 1, 2, 3), (2, 2), None)
+>>> whole_number(3), whole_number(3.0), whole_numbers([2, 4]), seconds("1e-6"), seconds(1e-6)
+(3, None, (2, 4), None, 1e-06)
+>>> by_number("partial", {"0": "sum"}), checked_axis("tp"), ids_text(range(9))
+({0: 'sum'}, 'tp', '(0, 1, 2, 3, 4, 5, 6, 7, … 9 in all)')
+>>> checked_names(["dp", "tp"], (2, 4)), checked_links("mesh_alpha", [1e-5, 3e-6], (2, 4))
+(('dp', 'tp'), (1e-05, 3e-06))
+"""
 
 import math
 import operator
@@ -28,15 +38,15 @@ class TorchArguments(TypedDict, total=False):
 
 
 SECONDS: Final = (1e-100, 1e9)
-"""The least and the most seconds accepted per message or byte, besides 0."""
+"""Accepted range of seconds per message or byte; 0 is accepted too."""
 SECONDS_RULE: Final = "0, or from 1e-100 to 1e9"
 _SHOWN: Final = 8
 _MAX_DEPTH: Final = 64
-"""The deepest nesting of ids, in case a list contains itself."""
+"""Maximum nesting of ids; a list may contain itself."""
 
 
-def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
-    """Return a whole number of any type as an int; None for anything else, such as 3.0 or True."""
+def whole_number(value: Any) -> int | None:  # noqa: ANN401  # any argument
+    """Return an integer of any type as an int; None for other values, such as 3.0 or True."""
     if isinstance(value, bool):
         return None
     try:
@@ -46,9 +56,9 @@ def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller
 
 
 def seconds(value: Any) -> float | None:  # noqa: ANN401
-    """Return seconds per message or byte as a float; None unless they are 0 or within `SECONDS`.
+    """Return seconds as a float; None unless they are 0 or within `SECONDS`.
 
-    Within these limits no sum or quotient of prices overflows.
+    In this range sums and quotients of prices do not overflow.
     """
     if isinstance(value, bool | str | bytes):
         return None
@@ -61,25 +71,23 @@ def seconds(value: Any) -> float | None:  # noqa: ANN401
 
 
 def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
-    """Return a bound in bytes as an int, None for None; raises `LayoutError` for anything else."""
+    """Return a limit in bytes as an int, None for None; raises `LayoutError` for other values."""
     number = whole_number(value)
     if isinstance(value, float) and value.is_integer():
         number = int(value)
     if value is not None and (number is None or number < 0):
-        raise LayoutError(
-            f"max_bytes is {shown(value)}; give a whole number of bytes, or leave it out"
-        )
+        raise LayoutError(f"max_bytes is {shown(value)}; give a whole number of bytes, or omit it")
     return None if number is None else min(number, 2**63 - 1)
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Return the ids as text; of a long list the first ones, and how many there are."""
+    """Return the ids as text; for more than 8, the first ones and the count."""
     first = ", ".join(map(str, ids[:_SHOWN]))
     return f"({first}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({first})"
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return a sequence of whole numbers as ints; None for anything else."""
+    """Return a sequence of integers as ints; None for other values."""
     items = tuple(values) if isinstance(values, Iterable) else (None,)
     if {*map(type, items)} <= {int}:
         return cast(tuple[int, ...], items)
@@ -95,12 +103,12 @@ def checked_axis(axis: object) -> int | str:
         return axis
     number = whole_number(axis)
     if number is None or number < 0:
-        raise AxisError(f"axis {shown(axis)}: an axis is a number from 0 or a name")
+        raise AxisError(f"axis {shown(axis)}: give a number from 0, or a name")
     return number
 
 
 def by_number(label: str, mapping: object) -> dict[Any, Any]:
-    """Return a mapping with keys of decimal digits as ints; other keys are unchanged."""
+    """Return a mapping whose numeric keys, such as "0", are ints; other keys are unchanged."""
     if not isinstance(mapping, Mapping | None):
         raise AxisError(f"{label} is a {type(mapping).__name__}; give a dict, as in {{0: [0]}}")
     result: dict[Any, Any] = {}
@@ -109,15 +117,17 @@ def by_number(label: str, mapping: object) -> dict[Any, Any]:
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
             number = int(key)
         if number in result and number is not None:
-            raise AxisError(f"{label} has the key {number} twice, as a number and as text")
+            raise AxisError(
+                f"{label} has the key {number} twice, as a number and as text; give one"
+            )
         result[key if number is None else number] = value
     return result
 
 
 def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids in row-major order, and the shape of their nesting.
+    """Return the ids in row-major order, and the shape of their nested lists.
 
-    Raises `MeshError` if they form no grid, repeat, or are not whole numbers from 0.
+    Raises `MeshError` if rows differ in length, or ids repeat or are not integers from 0.
     """
     shape: list[int] = []
     level = [_plain(ids)]
@@ -130,7 +140,7 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len(shape) > _MAX_DEPTH:
             raise MeshError(f"the device ids are nested more than {_MAX_DEPTH} deep")
         level = [_plain(item) for row in rows for item in row]
-    if from_tensor:  # tensors of floats are torch's default
+    if from_tensor:  # torch's default dtype is a float
         level = [
             int(item) if isinstance(item, float) and item.is_integer() else item for item in level
         ]
@@ -156,8 +166,8 @@ def grid_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
     """Return the ids, the shape and the device type in the arguments of a mesh.
 
-    They are spelled as here or as in torch, where the device type comes first. Raises `MeshError`
-    if they contradict each other, and `TypeError` for other words.
+    The order is that of `DeviceMesh` or torch's, with the device type first. Raises `MeshError` if
+    arguments contradict each other, and `TypeError` for unknown keywords.
     """
     if unknown := arguments.keys() - TorchArguments.__annotations__.keys():
         raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
@@ -166,8 +176,8 @@ def grid_of(
         torch_ids = [ids for ids in (mesh_shape, mesh) if ids is not None]
         if device_type is not None or logical_mesh_id is not None or len(torch_ids) != 1:
             raise MeshError(
-                f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
-                "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+                f"DeviceMesh({shown(physical_mesh_id)}, ...): give nested ids after the device "
+                "type, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
             )
         device_type, physical_mesh_id, mesh_shape = physical_mesh_id, torch_ids[0], None
     elif mesh is not None and physical_mesh_id is None:
@@ -178,15 +188,15 @@ def grid_of(
         isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
     ):
         raise MeshError(
-            f"device type {shown(device_type)}: give a name without an index, as 'cpu' or 'cuda'"
+            f"device type {shown(device_type)}: give a name without an index, 'cpu' or 'cuda'"
         )
     ids, shape = physical, _ = _ids_and_shape(physical_mesh_id)
     if logical_mesh_id is not None:
         ids, shape = _ids_and_shape(logical_mesh_id)
         if set(ids) != set(physical):
             raise MeshError(
-                f"logical_mesh_id holds the ids {ids_text(sorted(ids))} but physical_mesh_id "
-                f"holds {ids_text(sorted(physical))}; give the same ids in both"
+                f"logical_mesh_id has the ids {ids_text(sorted(ids))} but physical_mesh_id "
+                f"has {ids_text(sorted(physical))}; give the same ids in both"
             )
     if mesh_shape is not None:
         sizes = whole_numbers(mesh_shape)
@@ -202,12 +212,12 @@ def grid_of(
         shape = sizes
     if not shape or min(shape) < 1:
         raise MeshError(
-            f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
+            f"mesh shape {shown(shape)}: give at least one axis, each of at least 1 device"
         )
     if math.prod(shape) != len(ids):
         raise MeshError(
-            f"mesh shape {'x'.join(map(shown, shape))} has {shown(math.prod(shape))} places "
-            f"but {len(ids)} device ids were given"
+            f"mesh shape {'x'.join(map(shown, shape))} needs {shown(math.prod(shape))} device ids, "
+            f"but {len(ids)} were given"
         )
     return ids, shape, device_type
 
@@ -215,7 +225,7 @@ def grid_of(
 def _per_axis(
     label: str, values_of_axes: object, shape: tuple[int, ...], example: str
 ) -> tuple[Any, ...] | None:
-    """Return one value per axis of a mesh, or None if not given; raises `MeshError`."""
+    """Return one value per axis of a mesh, or None for None; raises `MeshError`."""
     if values_of_axes is None:
         return None
     if not isinstance(values_of_axes, Iterable):
