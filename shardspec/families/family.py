@@ -89,7 +89,7 @@ def _built_in() -> tuple[str, ...]:
 
 
 @lru_cache(1)
-def _others() -> dict[str, EntryPoint]:
+def _external() -> dict[str, EntryPoint]:
     points = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
     return {name: points[name] for name in sorted(points.keys() - {*_built_in()})}
 
@@ -100,7 +100,7 @@ def family_names() -> tuple[str, ...]:
     >>> "qwen3-moe" in family_names()
     True
     """
-    return (*_built_in(), *_others())
+    return (*_built_in(), *_external())
 
 
 @lru_cache(64)
@@ -115,10 +115,10 @@ def shipped_family(name: str) -> Family:
     if name in _built_in():
         place = files("shardspec.families") / f"{name.replace('-', '_')}.toml"
         return read_family(place.read_text("utf-8"), name)
-    if name not in _others():
+    if name not in _external():
         raise LayoutError(f"there is no family {name!r}; choose among {', '.join(family_names())}")
     try:
-        text: object = _others()[name].load()
+        text: object = _external()[name].load()
     except Exception as error:  # importing another package may raise anything
         text, problem = None, f"{type(error).__name__}: {error}"
     else:
@@ -140,44 +140,44 @@ def read_family(text: str, name: str) -> Family:
         If the text is not that of a family; it says the line.
     """
     try:
-        given = tomllib.loads(text)
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"family {name!r} is not TOML: {error}") from None
     reader = _Reader(text, name)
-    reader.check_heads(given)
-    like = given.get("like")
+    reader.check_heads(document)
+    like = document.get("like")
     if like is not None and like not in {*family_names()} - {name}:
         raise reader.wrong("like", f"there is no other family {shown(like)} to be like")
     base = None if like is None else shipped_family(like)
-    without = given.get("without", [])
+    without = document.get("without", [])
     for pattern in without:
         every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
         if not any(fnmatchcase(old, pattern) for old in every):
             raise reader.wrong(pattern, f"without {shown(pattern)} matches no row of the base")
     rows = {}
     for table in ("model", "layer", "mtp"):
-        own = [reader.row(entry) for entry in given.get(table, [])]
-        reader.check_apart(own)
+        own = [reader.row(entry) for entry in document.get(table, [])]
+        reader.check_distinct(own)
         names = {row.side[0] for row in own}
-        kept = [
+        inherited = [
             row
             for row in (base.rows[table] if base else ())
             if row.side[0] not in names
             and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
         ]
-        rows[table] = (*kept, *own)
+        rows[table] = (*inherited, *own)
 
     def merged(key: str) -> dict[str, str]:
         old = getattr(base, key) if base else {}
-        return {**old, **{word: str(value) for word, value in given.get(key, {}).items()}}
+        return {**old, **{word: str(value) for word, value in document.get(key, {}).items()}}
 
     sizes, refused = merged("sizes"), merged("refused")
     family = Family(
         name,
-        tuple(given.get("model_types", [])),
+        tuple(document.get("model_types", [])),
         merged("prefix"),
         rows,
-        (*(base.unused if base else ()), *given.get("unused", [])),
+        (*(base.unused if base else ()), *document.get("unused", [])),
         sizes,
         merged("defaults"),
         refused,
@@ -201,9 +201,9 @@ class _Reader:
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
 
-    def check_heads(self, given: Mapping[str, Any]) -> None:
+    def check_heads(self, document: Mapping[str, Any]) -> None:
         """Raise LayoutError if a family has unknown keys, or values of wrong types."""
-        for key, value in given.items():
+        for key, value in document.items():
             if key not in _HEADS:
                 raise self.wrong(key, f"{shown(key)} is no part of a family")
             kind, expected = _HEADS[key]
@@ -215,16 +215,16 @@ class _Reader:
             for place in {*value} - {"all", *PLACES} if key == "refused" else ():
                 raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
 
-    def check_apart(self, rows: Sequence[Row]) -> None:
+    def check_distinct(self, rows: Sequence[Row]) -> None:
         """Raise LayoutError if two rows are the same tensor in some place."""
-        seen = set()
+        keys = set()
         for row in rows:
             for place, side in row.sides.items():
                 key = place, side, row.layers, row.when
-                if side is not None and key in seen:
+                if side is not None and key in keys:
                     name = row.side[0]
                     raise self.wrong(name, f"two rows are {shown(side[0])} in {place}", last=True)
-                seen.add(key)
+                keys.add(key)
 
     def row(self, entry: object) -> Row:
         """Return the row of a table."""
@@ -247,7 +247,7 @@ class _Reader:
             raise self.wrong(
                 name, f"{shown(name)} is cut by {unknown[0]!r}; choose among {', '.join(CUTS)}"
             )
-        whole = (name, *texts)
+        hf_side = (name, *texts)
         places: dict[str, Side | None] = {}
         for place in PLACES:
             side = entry.get(place)
@@ -257,12 +257,12 @@ class _Reader:
                 places[place] = tuple(side)
             elif side is not None:
                 raise self.wrong(name, f"{place} of {shown(name)} is a name, a view and slices")
-        places.setdefault("file", whole)
+        places.setdefault("file", hf_side)
         places.setdefault("live", places["file"])
         places.setdefault("fused", places["file"])
         places.setdefault("megatron", None)
         when = tuple(text.strip() for text in str(entry.get("when", "")).split(",") if text.strip())
-        return Row(whole, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
+        return Row(hf_side, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
 
     def check(self, row: Row, family: Family) -> None:
         """Raise LayoutError if a row is not as its family says."""
@@ -288,7 +288,7 @@ class _Reader:
                     raise self.wrong(name, f"{shown(name)}: no size says how many {{{number}}} are")
                 if number not in placeholders(" ".join(side)):
                     raise self.wrong(name, f"{shown(name)} has no {{{number}}} in {place}")
-        if row.copy_of and row.copy_of not in {other.side[0] for other in family.rows["model"]}:
+        if row.copy_of and row.copy_of not in {each.side[0] for each in family.rows["model"]}:
             raise self.wrong(name, f"{shown(name)} repeats {shown(row.copy_of)}, which is no row")
         for word in row.when:
             size = word.removeprefix("not ")
@@ -349,17 +349,17 @@ def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:
     >>> moe_layers({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 4)
     [3]
     """
-    given = text_config(config)
+    values = text_config(config)
 
     def number(word: str, otherwise: int) -> int:
-        value = given.get(word)
+        value = values.get(word)
         return value if isinstance(value, int) else otherwise
 
     first, step = number("first_k_dense_replace", 0), number("decoder_sparse_step", 1)
     every = number("moe_layer_freq", 1)
-    dense = given.get("mlp_only_layers")
+    dense = values.get("mlp_only_layers")
     without = dense if isinstance(dense, list) else []
-    kinds = given.get("mlp_layer_types")
+    kinds = values.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == count:
         return [layer for layer in range(count) if kinds[layer] != "dense"]
     return [

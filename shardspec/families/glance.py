@@ -81,9 +81,9 @@ class Glance:
         rows: list[tuple[str, ...]] = []
         before = ""
         for group in self.groups:
-            held = [group.bytes_by_rank.get(rank, 0) for rank in self.ranks]
+            rank_bytes = [group.bytes_by_rank.get(rank, 0) for rank in self.ranks]
             name, before = "" if group.name == before else group.name, group.name
-            sizes = (str(group.tensors), _count_text(group.parameters), *_extremes(held))
+            sizes = (str(group.tensors), _count_text(group.parameters), *_extremes(rank_bytes))
             rows.append((name, group.spec, *sizes, f"{group.copies:.4g}"))
         return rows
 
@@ -152,8 +152,8 @@ def group_of(name: str) -> str:
     >>> group_of("model.layers.3.mlp.gate.weight"), group_of("decoder.final_layernorm.weight")
     ('router', 'norm')
     """
-    found = (group for group, pattern in _GROUPS.items() if re.search(pattern, name))
-    return next(found, "other")
+    matches = (group for group, pattern in _GROUPS.items() if re.search(pattern, name))
+    return next(matches, "other")
 
 
 def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
@@ -187,7 +187,7 @@ def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
     for (kind, spec), of_layout in sorted(
         counts.items(), key=lambda item: _ORDER.index(item[0][0])
     ):
-        held: Counter[int] = Counter()
+        bytes_by_rank: Counter[int] = Counter()
         parameters = elements = 0
         for layout, count in of_layout.items():
             width = item_bytes(layout.dtype)
@@ -196,12 +196,12 @@ def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
             for rank in layout.mesh.ids:
                 here = count * prod(layout.local_shape(rank))
                 elements += here
-                held[rank] += here * width
+                bytes_by_rank[rank] += here * width
                 states[rank] += here * extra
-        weights.update(held)
+        weights.update(bytes_by_rank)
         tensors = sum(of_layout.values())
         copies = elements / max(1, parameters)
-        groups.append(TensorGroup(kind, spec, tensors, parameters, dict(held), copies))
+        groups.append(TensorGroup(kind, spec, tensors, parameters, dict(bytes_by_rank), copies))
     ranks = tuple(sorted(weights))
     return Glance(
         tuple(groups),

@@ -358,11 +358,11 @@ class _Sharded:
         """Return the name of the first tensor of a target."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
-    def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:
+    def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:
         if size % ranks:
             raise LayoutError(
-                f"{size} {what} do not divide by {axis}={ranks}; choose another number of ranks"
-                + (", or state a padded_vocab in the config" if "embed" in what else "")
+                f"{size} {label} do not divide by {axis}={ranks}; choose another number of ranks"
+                + (", or state a padded_vocab in the config" if "embed" in label else "")
             )
 
     def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:

@@ -12,12 +12,12 @@ from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 
-_OTHERS: Final = re.compile(
+_NOT_QUANTIZED: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
 """Names of matrices that belong to no linear layer, or to one that is not quantized."""
-_MOST_REPEATS: Final = 4
+_MAX_REPEATS: Final = 4
 """Repeats in a regular expression of a config: more may take hours to match."""
 
 
@@ -41,7 +41,7 @@ class LinearLayers:
 
     def __contains__(self, name: object) -> bool:
         if self._forms is None:
-            return not (is_other(str(name)) or str(name).endswith("bias"))
+            return not (is_never_quantized(str(name)) or str(name).endswith("bias"))
         return form_of(str(name)) in self._forms
 
 
@@ -69,9 +69,9 @@ class SkippedModules:
         plain = [entry for entry in entries if entry[:3] != "re:"]
         self._patterns = [entry for entry in plain if set(entry) & set("*?[")]
         self._names = {entry.rstrip(".") for entry in plain}
-        self._ends = tuple(plain)
+        self._suffixes = tuple(plain)
         for pattern in self._regular:
-            if len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or ")+" in pattern:
+            if len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or ")+" in pattern:
                 raise LayoutError(
                     f"the config skips modules by {shown(pattern)}, which takes too long to match; "
                     "list them by their names"
@@ -81,17 +81,17 @@ class SkippedModules:
         module = module_of(str(name))
         parts = module.split(".")
         return (
-            module.endswith(self._ends)
+            module.endswith(self._suffixes)
             or any(".".join(parts[:count]) in self._names for count in range(1, len(parts) + 1))
             or any(re.match(pattern, module) for pattern in self._regular)
             or any(
-                fnmatchcase(module, end)
+                fnmatchcase(module, shell_pattern)
                 for pattern in self._patterns
-                for end in (pattern, f"{pattern}.*", f"*.{pattern}")
+                for shell_pattern in (pattern, f"{pattern}.*", f"*.{pattern}")
             )
         )
 
 
-def is_other(name: str) -> bool:
+def is_never_quantized(name: str) -> bool:
     """Return True if a matrix has the name of an embedding, a norm, a router, or the like."""
-    return _OTHERS.fullmatch(name) is not None
+    return _NOT_QUANTIZED.fullmatch(name) is not None

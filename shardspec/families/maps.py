@@ -55,28 +55,28 @@ def chain_of(
     to_hf = source != "hf" and target in ("hf", "live", "fused")
     to_hf = to_hf or (source == "fused" and target in _MEGATRON)
     if to_hf and source != target:
-        maps.append(back(model, "fused" if source == "fused" else "megatron"))
+        maps.append(map_to_files(model, "fused" if source == "fused" else "megatron"))
     if target in _MEGATRON:
         if source not in _MEGATRON:
-            maps.append(forth(model, "megatron"))
+            maps.append(map_from_files(model, "megatron"))
         if target == "sharded":
-            maps.append(_placed(model.with_numbered_layers(), stacked=True))
+            maps.append(_to_saved(model.with_numbered_layers(), stacked=True))
         elif target == "torch_dist" or source in _MEGATRON:
-            maps.append(_placed(model, stacked=target == "torch_dist"))
+            maps.append(_to_saved(model, stacked=target == "torch_dist"))
     elif target == source:
-        maps.append(_same(model, target))
+        maps.append(_identity(model, target))
     elif target == "fused":
-        maps.append(forth(model, "fused"))
+        maps.append(map_from_files(model, "fused"))
     if target in ("hf", "live"):
         place = "file" if target == "hf" else "live"
         if not maps or any(tensor.places[place] != tensor.side for tensor in model.tensors):
-            maps.append(forth(model, place))
+            maps.append(map_from_files(model, place))
     return tuple(maps)
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
     """Return every name or pattern that each tensor of a format may have, by its own name."""
-    map_ = _from_spellings(model, source) or _same(model, source)
+    map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
         spelled.setdefault(right[0], []).append(left[0])
@@ -92,7 +92,7 @@ def refuse(model: Model, place: str) -> None:
         raise LayoutError(model.family.refused[key])
 
 
-def forth(model: Model, place: str) -> NameMap:
+def map_from_files(model: Model, place: str) -> NameMap:
     """Return the map from the names of files to those of a place."""
     refuse(model, place)
     rules: list[tuple[Side, Side]] = []
@@ -112,9 +112,9 @@ def forth(model: Model, place: str) -> NameMap:
     return _map(model, rules, zeros, unused)
 
 
-def back(model: Model, place: str) -> NameMap:
+def map_to_files(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
-    reverse = forth(model, place).reversed()
+    reverse = map_from_files(model, place).reversed()
     # How far a vocabulary was padded, its tensor says.
     sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
     copies = []
@@ -172,12 +172,12 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
     return (own[0], " ".join(dims), *own[2:]), other
 
 
-def _same(model: Model, place: str) -> NameMap:
+def _identity(model: Model, place: str) -> NameMap:
     """Return the map that changes nothing, and checks that every tensor exists."""
     if place == "hf":
         sides = [tensor.side[:2] for tensor in model.tensors]
     else:
-        to_place = forth(model, place)
+        to_place = map_from_files(model, place)
         sides = [*dict.fromkeys(right[:1] for _, right in to_place.rules)]
     return _map(model, [(side, side) for side in sides], unused=_unused(model, place))
 
@@ -186,9 +186,9 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
     """Return the map from any spelling to our own; None if there is only one."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
-        for own, others in _tensors(model):
+        for own, variants in _tensors(model):
             rules.append((own, own))
-            rules += [(side, name) for side, name in others]
+            rules += [(side, name) for side, name in variants]
         place = "megatron"
     elif source == "hf":
         place = "hf"
@@ -219,19 +219,19 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
     """Return True if all names are target names of a map, without a prefix."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
-    kept = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
+    identities = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()
-    found = bindings_of(replace(map_, rules=kept), shapes)
-    for bound, (left, _) in zip(found, kept, strict=True):
+    bindings = bindings_of(replace(map_, rules=identities), shapes)
+    for bound, (left, _) in zip(bindings, identities, strict=True):
         matched.update(filled(left[:1], numbers)[0] for numbers in bound)
     return shapes.keys() <= matched
 
 
-def _placed(model: Model, *, stacked: bool) -> NameMap:
+def _to_saved(model: Model, *, stacked: bool) -> NameMap:
     """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
     rules: list[tuple[Side, Side]] = []
-    for own, others in _tensors(model):
-        side, plain = others[0] if stacked else (own, own)
+    for own, variants in _tensors(model):
+        side, plain = variants[0] if stacked else (own, own)
         rules.append((plain, side))
     sizes = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
     map_ = _map(model, rules, unused=_unused(model, "megatron"))
@@ -258,13 +258,13 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
         rest = dims.removeprefix("dim0")
         spelled = (name, *_respelled(name, (*_LOCAL, *(pair[::-1] for pair in _LOCAL))))
         places: list[tuple[Side, Side]] = [
-            (place, own) for other in spelled for place in _stacks(other, dims, model)
+            (place, own) for spelling in spelled for place in _stacks(spelling, dims, model)
         ]
         # Both halves of a gated matrix apart, as `singleton_local_shards` saves them.
-        for other in spelled if name in gated else ():
+        for spelling in spelled if name in gated else ():
             for number, half in enumerate("wv"):
                 part: Side = (name, f"(two half){rest}", f"two[{number}]")
-                places.append(((f"{_single(other)}_{half}", f"half{rest}"), part))
+                places.append(((f"{_single(spelling)}_{half}", f"half{rest}"), part))
         yield own, places
 
 
@@ -286,7 +286,7 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
             every.append((f"{before}weight{number}", view, "e[{e}]"))
         every.append((_single(name), dims))
     every.append((name, dims))
-    if "{i}" in name and model.layers_alike:
+    if "{i}" in name and model.has_uniform_layers:
         for place in every:
             yield (place[0].replace(".{i}", "", 1), f"l {place[1]}", "l[{i}]", *place[2:])
     yield from every

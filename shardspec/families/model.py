@@ -43,7 +43,7 @@ class Model:
     """Placeholder -> its numbers, if these are not all from 0 on."""
 
     @property
-    def layers_alike(self) -> bool:
+    def has_uniform_layers(self) -> bool:
         """True if layers may be stacked."""
         return not {"dense", "moe"} & self.numbers.keys()
 
@@ -81,7 +81,7 @@ class Model:
             dims = parse_view(tensor.side[1])
             for factor in (name for factors in dims for name in factors):
                 if factor not in known:
-                    raise _unsaid(self.family, unknown_root(factor, self.sizes))
+                    raise _missing_key(self.family, unknown_root(factor, self.sizes))
             shape = tuple(prod(known[name] for name in factors) for factors in dims)
             for numbers in self.instances(tensor.side[0]):
                 shapes[filled(tensor.side[:1], numbers)[0]] = shape
@@ -109,7 +109,7 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
     known = known_sizes(every)
     count = known.get("{i}")
     if count is None:
-        raise _unsaid(family, unknown_root("{i}", every))
+        raise _missing_key(family, unknown_root("{i}", every))
     if not 0 < count < 10**6:
         raise LayoutError(f"the config says that there are {count} layers; correct it")
     sparse = moe_layers({**known, **text_config(config)}, count)
@@ -180,13 +180,13 @@ def _exists(
     for word in row.when:
         size = word.removeprefix("not ")
         if size not in known:
-            raise _unsaid(family, unknown_root(size, sizes))
+            raise _missing_key(family, unknown_root(size, sizes))
         if bool(known[size]) == word.startswith("not "):
             return False
     return True
 
 
-def _unsaid(family: Family, word: str) -> LayoutError:
+def _missing_key(family: Family, word: str) -> LayoutError:
     return LayoutError(
         f"the config does not say {shown(word)}, which the family {family.name!r} needs; give all "
         "of the model's config.json"

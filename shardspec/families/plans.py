@@ -11,7 +11,7 @@ from shardspec.text import shown
 _COLUMNS: Final = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROWS: Final = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED: Final = {"packed_colwise": -2, "packed_rowwise": -1}
-_WHOLE: Final = {
+_REPLICATED: Final = {
     *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts"),
     *("moe_identity_expert", "ep_router", "gather", "sequence_parallel", "activation"),
 }
@@ -28,8 +28,8 @@ class TensorPlan(NamedTuple):
     def spec(self, name: str, dims: int, shape: tuple[int, ...]) -> ShardingSpec:
         """Return how a tensor is sharded; LayoutError if it cannot be, or its style is unknown."""
         module, _, last = name.rpartition(".")
-        ends = (name, module) if last in ("weight", "bias") else (name,)
-        style = next((self.styles[key] for key in map(_numberless, ends) if key in self.styles), "")
+        keys = (name, module) if last in ("weight", "bias") else (name,)
+        style = next((self.styles[key] for key in map(_numberless, keys) if key in self.styles), "")
         bias = last == "bias"
         cut: int | None = None
         if style in _COLUMNS or style in _PACKED:
@@ -38,7 +38,7 @@ class TensorPlan(NamedTuple):
             cut = None if bias else dims - 1
         elif style in ("embedding_rowwise", "grouped_gemm"):
             cut = 0
-        elif style and style not in _WHOLE:
+        elif style and style not in _REPLICATED:
             raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")
         if cut is None or self.ranks == 1:
             return ShardingSpec(dims)

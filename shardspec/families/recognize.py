@@ -109,7 +109,7 @@ def recognize(
         sizes = {spelling.plain(name, forms): shape for name, shape in shapes.items()}
         fits = _fitting(model, format, sizes)
         ranked.append((hits, fits, format == "hf", format, spelling, forms))
-    *_, format, spelling, forms = max(ranked, key=lambda one: one[:3])
+    *_, format, spelling, forms = max(ranked, key=lambda entry: entry[:3])
     plain = {name: spelling.plain(name, forms) for name in shapes}
     known = {name: own for name, own in plain.items() if form_of(own) in forms}
     strange = tuple(sorted(shapes.keys() - known.keys()))
@@ -166,14 +166,14 @@ def _spelling(
     inner, outer = Counter[str](), Counter[str]()
     for name in samples.values():
         words = name.split(".")
-        ends = (".".join(words[at:]) for at in range(len(words)))
-        for end in ends:
-            if (kind := form_of(end)) in cores:
+        suffixes = (".".join(words[at:]) for at in range(len(words)))
+        for suffix in suffixes:
+            if (kind := form_of(suffix)) in cores:
                 # A vision tower may have layers of the same names, and no embedding of tokens.
-                inner[name.removesuffix(end)] += len(samples) if kind in embeddings else 1
+                inner[name.removesuffix(suffix)] += len(samples) if kind in embeddings else 1
                 break
             if kind in outers:
-                outer[name.removesuffix(end)] += 1
+                outer[name.removesuffix(suffix)] += 1
                 break
     lead = inner.most_common(1)[0][0] if inner else base
     if outer:
