@@ -61,8 +61,8 @@ SPECS: list[tuple[tuple[Any, ...], str]] = [
     ((2.0,), "a tensor cannot have 2.0 dims, only 0 to 1024"),
     ((10**12,), "a tensor cannot have 1000000000000 dims, only 0 to 1024"),
     ((10**5000,), "a tensor cannot have a very large int dims, only 0 to 1024"),
-    ((1, {0: [1.0]}), "axis 1.0: an axis is a number from 0 or a name"),
-    ((1, {0: [None]}), "axis None: an axis is a number from 0 or a name"),
+    ((1, {0: [1.0]}), "axis 1.0: give a number from 0 or a name"),
+    ((1, {0: [None]}), "axis None: give a number from 0 or a name"),
 ]
 
 

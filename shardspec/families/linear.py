@@ -1,4 +1,4 @@
-"""Selects the weights of linear layers, the only ones to quantize."""
+"""Selects the weights to quantize: those of linear layers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,20 +16,25 @@ _NOT_QUANTIZED: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
-"""Names of matrices that belong to no linear layer, or to one that is not quantized."""
+"""Names of matrices that are never quantized, such as embeddings."""
 _MAX_REPEATS: Final = 4
-"""Repeats in a regular expression of a config: more may take hours to match."""
+"""Maximum repeats in a regular expression of a config; more may take hours to match."""
 
 
 class LinearLayers:
-    """The linear layers of a model, by the names of their weights."""
+    """Names of the weights of a model's linear layers.
+
+    >>> layers = LinearLayers({"model_type": "llama"})
+    >>> "model.layers.0.mlp.up_proj.weight" in layers, "model.embed_tokens.weight" in layers
+    (True, False)
+    """
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self._forms: set[str] | None = None
         self.model_type = text_config(config).get("model_type")
         try:
             family = family_of(config)
-        except LayoutError:  # other models: the usual names of linear layers decide
+        except LayoutError:  # for other models, usual names decide
             return
         self._forms = {
             form
@@ -46,16 +51,16 @@ class LinearLayers:
 
 
 def module_of(name: str) -> str:
-    """Return the module that a weight is of."""
+    """Return the name of a weight's module, without ``.weight``."""
     return name.removesuffix(".weight")
 
 
 class SkippedModules:
-    """The modules that configs list as not quantized, in any form that a reader of them takes.
+    """Modules that a config lists as not quantized.
 
-    An entry is the start of a module's name, up to a dot, or its end (transformers), a shell
-    pattern (modelopt), or a regular expression after ``re:`` (compressed-tensors). A ``.weight`` at
-    its end does not count.
+    An entry is the first words or the end of a module's name (transformers), a shell pattern
+    (modelopt), or a regular expression after ``re:`` (compressed-tensors). A final ``.weight`` is
+    ignored.
 
     >>> skipped = SkippedModules(["down_proj", "model.layers.1", "model.layers.*.self_attn"])
     >>> [f"model.layers.{name}.weight" in skipped
@@ -73,8 +78,8 @@ class SkippedModules:
         for pattern in self._regular:
             if len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or ")+" in pattern:
                 raise LayoutError(
-                    f"the config skips modules by {shown(pattern)}, which takes too long to match; "
-                    "list them by their names"
+                    f"the config skips modules by {shown(pattern)}, which may take hours to match; "
+                    "list them by name"
                 )
 
     def __contains__(self, name: object) -> bool:
@@ -93,5 +98,9 @@ class SkippedModules:
 
 
 def is_never_quantized(name: str) -> bool:
-    """Return True if a matrix has the name of an embedding, a norm, a router, or the like."""
+    """Return True for the name of an embedding, a norm, a router, a head and the like.
+
+    >>> is_never_quantized("lm_head.weight"), is_never_quantized("mlp.up_proj.weight")
+    (True, False)
+    """
     return _NOT_QUANTIZED.fullmatch(name) is not None

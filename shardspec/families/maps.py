@@ -1,7 +1,7 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-All go by the names of files of transformers. A source whose tensors have several spellings is
-first given one of them: the next map reports what is missing.
+Maps between two of these lead through the names in files of transformers. If tensors of a source
+have several spellings, a first map unifies them, and the next one reports missing tensors.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
-"""Layers are numbered, or stacked where they are alike, or numbered with stacked experts."""
+"""Numbered layers; stacked layers if they are uniform; numbered layers with stacked experts."""
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -24,7 +24,7 @@ _LOCAL: Final = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
     (".transformer_layer.", ".mtp_model_layer."),
 )
-"""Names of Transformer Engine's layers and of Megatron-core's own; and of two versions of it."""
+"""Pairs: Transformer Engine's and Megatron-core's own layers, or two versions of Megatron-core."""
 _ENGINES: Final = (
     (".experts.routed_experts.", ".experts."),
     (".block_sparse_moe.experts.", ".block_sparse_moe.experts.routed_experts."),
@@ -34,16 +34,16 @@ _ENGINES: Final = (
     (".attn.", ".self_attn."),
     ("model.embedding.", "model.embed_tokens."),
 )
-"""Names of vLLM, and those of SGLang and of older versions."""
+"""Pairs: a word in names of vLLM, and in those of SGLang or of older versions."""
 _LOCAL_EXPERT: Final = re.compile(r"(.*\.experts\.)local_experts\.\{e\}\.(linear_fc([12]))\.(\w+)")
 
 
 def chain_of(
     model: Model, source: str, target: str, names: Iterable[str] | None = None
 ) -> tuple[NameMap, ...]:
-    """Return the maps of a model from one format to another.
+    """Return the maps of a model from one format to another, to be applied in turn.
 
-    If the `names` of the source are given, what they are spelled like already is not mapped.
+    `names` of the source, if given, save the first map when they have the usual spelling.
     """
     for place in (source, target):
         refuse(model, place)
@@ -75,7 +75,7 @@ def chain_of(
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
-    """Return every name or pattern that each tensor of a format may have, by its own name."""
+    """Return for each name in a format all its spellings, as names or patterns."""
     map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
@@ -86,7 +86,7 @@ def spellings(model: Model, source: str) -> dict[str, list[str]]:
 
 
 def refuse(model: Model, place: str) -> None:
-    """Raise LayoutError if a family has no way to or from a place."""
+    """Raise LayoutError if a family has no map to or from a place."""
     key = "megatron" if place in _MEGATRON else place
     if key in model.family.refused:
         raise LayoutError(model.family.refused[key])
@@ -115,13 +115,13 @@ def map_from_files(model: Model, place: str) -> NameMap:
 def map_to_files(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
     reverse = map_from_files(model, place).reversed()
-    # How far a vocabulary was padded, its tensor says.
+    # The tensor has the size of the padded vocabulary.
     sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
     copies = []
     for tensor in model.tensors:
         if tensor.places[place] is None:
             side = model.named(tensor.copy_of).places[place]
-            assert side is not None, "a copy is of something that has a place"
+            assert side is not None, "the origin of a copy has a place"
             view = side[1].replace("v", "padded_vocab", 1)
             copies.append(((side[0], view, "padded_vocab[:vocab_size]"), tensor.side))
     unused = (*reverse.unused, *_unused(model, place))
@@ -145,7 +145,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors that a source may have and that no rule uses."""
+    """Return the tensors in a source that no rule uses."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -158,7 +158,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Return both sides of an equation, with slices and factors that they have a use for."""
+    """Return both sides of an equation, without slices and factors that neither needs."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)
@@ -173,7 +173,7 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
 
 
 def _identity(model: Model, place: str) -> NameMap:
-    """Return the map that changes nothing, and checks that every tensor exists."""
+    """Return the identity map, which checks that every tensor exists."""
     if place == "hf":
         sides = [tensor.side[:2] for tensor in model.tensors]
     else:
@@ -183,7 +183,7 @@ def _identity(model: Model, place: str) -> NameMap:
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map from any spelling to our own; None if there is only one."""
+    """Return the map from all spellings to the usual one; None if each name has only one."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
         for own, variants in _tensors(model):
@@ -205,7 +205,7 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
         names = {side[:1]: None for side in sides if side is not None}
         for (name,) in names:
             rules.append(((name,), (name,)))
-            # SGLang names some tensors otherwise than vLLM, so each word is replaced alone.
+            # SGLang shares some of vLLM's names, so each word is replaced separately.
             rules += [((other,), (name,)) for other in _respelled(name, _ENGINES)]
     rules = list(dict.fromkeys(rules))
     if all(left == right for left, right in rules):
@@ -228,7 +228,7 @@ def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
 
 
 def _to_saved(model: Model, *, stacked: bool) -> NameMap:
-    """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
+    """Return the map from Megatron-core's numbered tensors to their names in a checkpoint."""
     rules: list[tuple[Side, Side]] = []
     for own, variants in _tensors(model):
         side, plain = variants[0] if stacked else (own, own)
@@ -239,10 +239,9 @@ def _to_saved(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield the tensors of Megatron-core, and other places of each: a side for one of its own.
+    """Yield each tensor of Megatron-core, and its variants as (stored side, own side).
 
-    The first is where `torch_dist` has it: stacked with those of all layers, if these are alike,
-    and with all experts.
+    The first variant is that of `torch_dist`: uniform layers stacked, and all experts stacked.
     """
     names: dict[str, str] = {}
     gated = set()
@@ -260,7 +259,7 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
         places: list[tuple[Side, Side]] = [
             (place, own) for spelling in spelled for place in _stacks(spelling, dims, model)
         ]
-        # Both halves of a gated matrix apart, as `singleton_local_shards` saves them.
+        # `singleton_local_shards` saves the halves of a gated matrix separately.
         for spelling in spelled if name in gated else ():
             for number, half in enumerate("wv"):
                 part: Side = (name, f"(two half){rest}", f"two[{number}]")
@@ -269,12 +268,12 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
 
 
 def _single(name: str) -> str:
-    """Return what `singleton_local_shards` calls a tensor of an expert."""
+    """Return the name of an expert's tensor under `singleton_local_shards`."""
     return _LOCAL_EXPERT.sub(r"\1experts.{e}.\2.\4", name)
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
-    """Yield the places of a tensor of one spelling, that of torch_dist first."""
+    """Yield the stored sides of a tensor of one spelling, that of `torch_dist` first."""
     every: list[Side] = []
     expert = _LOCAL_EXPERT.fullmatch(name)
     if expert is not None:
@@ -293,7 +292,11 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
 
 
 def _respelled(name: str, words: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a name with some words replaced, by every choice of them."""
+    """Return the names with any nonempty choice of `words` replaced.
+
+    >>> _respelled("a.b", [("a", "x"), ("b", "y")])
+    ['x.b', 'a.y', 'x.y']
+    """
     spelled = [name]
     for old, new in words:
         spelled += [spelling.replace(old, new) for spelling in spelled if old in spelling]

@@ -19,14 +19,19 @@ _HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
 
 
 class TensorPlan(NamedTuple):
-    """The styles of a model's tensors, by patterns of names in which ``*`` is a number."""
+    """Styles of a model's tensors by patterns of names; ``*`` stands for a number.
+
+    >>> plan = TensorPlan({"layers.*.up_proj": "colwise"}, ranks=2, head_dim=4)
+    >>> str(plan.spec("layers.0.up_proj.weight", 2, (8, 4)))
+    '[S(tp),R]'
+    """
 
     styles: Mapping[str, str]
     ranks: int
     head_dim: int
 
     def spec(self, name: str, dims: int, shape: tuple[int, ...]) -> ShardingSpec:
-        """Return how a tensor is sharded; LayoutError if it cannot be, or its style is unknown."""
+        """Return the spec of a tensor; raises `LayoutError` for unknown styles and uneven sizes."""
         module, _, last = name.rpartition(".")
         keys = (name, module) if last in ("weight", "bias") else (name,)
         style = next((self.styles[key] for key in map(_numberless, keys) if key in self.styles), "")
@@ -61,14 +66,12 @@ def _numberless(name: str) -> str:
 
 
 def plan_specs(config: Mapping[str, object], ranks: int, head_dim: int) -> TensorPlan:
-    """Return the plan of the installed transformers for a model; it is built without memory."""
+    """Return transformers' plan for a model, which is built on the meta device."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise LayoutError(
-            "the layout hf-tp is that of the installed transformers; install it"
-        ) from None
+        raise LayoutError("the layout hf-tp needs the package transformers; install it") from None
     values = {key: value for key, value in config.items() if key != "model_type"}
     built = AutoConfig.for_model(str(config.get("model_type")), **values)
     with torch.device("meta"):

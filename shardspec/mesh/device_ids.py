@@ -103,7 +103,7 @@ def checked_axis(axis: object) -> int | str:
         return axis
     number = whole_number(axis)
     if number is None or number < 0:
-        raise AxisError(f"axis {shown(axis)}: give a number from 0, or a name")
+        raise AxisError(f"axis {shown(axis)}: give a number from 0 or a name")
     return number
 
 
