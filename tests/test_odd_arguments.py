@@ -91,7 +91,7 @@ MESHES: list[tuple[dict[str, Any], str]] = [
     ({"mesh_shape": "22"}, "mesh_shape '22': give a sequence of whole numbers"),
     ({"mesh_shape": (2, True)}, "mesh_shape (2, True): give a sequence of whole numbers"),
     ({"mesh_shape": 4, "logical_mesh_id": [[0, 1], [2, 3]]}, "mesh_shape 4: give a sequence"),
-    ({"mesh_shape": (10**5000,)}, "mesh shape a very large int has a very large int places"),
+    ({"mesh_shape": (10**5000,)}, "mesh shape a very large int needs a very large int device ids"),
     ({"physical_mesh_id": SELF}, "the device ids are nested more than 64 deep"),
     ({"physical_mesh_id": None}, "give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])"),
     ({"physical_mesh_id": [0, 1.0, 2, 3]}, "device id 1.0 is not a whole number"),

@@ -91,7 +91,7 @@ def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
             "3 key-value heads",
         ),
         ({"vocab_size": 101}, "megatron:tp=2", "padded_vocab"),
-        ({}, "vllm:tp=2,ep=2,dp=3", "are over all 6 ranks"),
+        ({}, "vllm:tp=2,ep=2,dp=3", "all 6 ranks"),
         ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts do not divide by ep=2"),
         ({"num_experts": 7}, "megatron:ep=2", "7 experts do not divide by ep=2"),
         ({"moe_intermediate_size": 13}, "megatron:tp=2", "do not divide by"),
