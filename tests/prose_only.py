@@ -12,7 +12,8 @@ class Prose(ast.NodeTransformer):
     """Drops docstrings and the text of strings; expressions in f-strings remain."""
 
     def visit_Expr(self, node):
-        return None if isinstance(getattr(node.value, "value", None), str) else node
+        is_text = isinstance(getattr(node.value, "value", None), str)
+        return None if is_text else self.generic_visit(node)
 
     def visit_Constant(self, node):
         return ast.Constant("") if isinstance(node.value, str) else node
