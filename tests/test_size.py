@@ -9,19 +9,19 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43659, 181),
-    "shardspec/checkpoint": (18103, 70),
+    "shardspec": (43720, 181),  # 61 lines of worked examples
+    "shardspec/checkpoint": (18107, 70),
     "shardspec/cli": (3379, 13),
     "shardspec/comm": (4091, 20),
     "shardspec/explorer": (222, 1),
-    "shardspec/families": (1950, 9),
+    "shardspec/families": (1974, 9),
     "shardspec/interop": (657, 4),
     "shardspec/layout": (4680, 18),
-    "shardspec/mesh": (1101, 5),
+    "shardspec/mesh": (1103, 5),
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55137, 346),  # 98 lines hold the rules of plain English
+    "tests": (55185, 347),  # 98 lines hold the rules of plain English
 }
 
 
