@@ -45,7 +45,7 @@ class LinearLayers:
 
     def __contains__(self, name: object) -> bool:
         if self._forms is None:
-            return not (is_never_quantized(str(name)) or str(name).endswith("bias"))
+            return not (is_exempt(str(name)) or str(name).endswith("bias"))
         return form_of(str(name)) in self._forms
 
 
@@ -96,10 +96,10 @@ class SkippedModules:
         )
 
 
-def is_never_quantized(name: str) -> bool:
+def is_exempt(name: str) -> bool:
     """Return True for the name of an embedding, a norm, a router, a head and the like.
 
-    >>> is_never_quantized("lm_head.weight"), is_never_quantized("mlp.up_proj.weight")
+    >>> is_exempt("lm_head.weight"), is_exempt("mlp.up_proj.weight")
     (True, False)
     """
     return _NOT_QUANTIZED.fullmatch(name) is not None

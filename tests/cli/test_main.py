@@ -101,8 +101,9 @@ def test_there_are_few_commands_and_options():
         isinstance(parameter, click.Option) for command in every for parameter in command.params
     )
     assert len(TOP) <= 14
-    # With -h of each, without the four of shardspec itself; merge and reshard sum checkpoints.
-    assert count <= 220
+    # With -h of each, without the four of shardspec itself. merge and reshard have six options for
+    # sums and adapters, show has four for the move of a model.
+    assert count <= 224
 
 
 def test_each_option_is_defined_once():
