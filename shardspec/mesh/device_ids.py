@@ -4,7 +4,7 @@
 ((0, 1, 2, 3), (2, 2), None)
 >>> whole_number(3), whole_number(3.0), whole_numbers([2, 4]), seconds("1e-6"), seconds(1e-6)
 (3, None, (2, 4), None, 1e-06)
->>> by_number("partial", {"0": "sum"}), checked_axis("tp"), ids_text(range(9))
+>>> by_number("partial", {"0": "sum"}), checked_axis("tp"), id_list(range(9))
 ({0: 'sum'}, 'tp', '(0, 1, 2, 3, 4, 5, 6, 7, … 9 in all)')
 >>> checked_names(["dp", "tp"], (2, 4)), checked_links("mesh_alpha", [1e-5, 3e-6], (2, 4))
 (('dp', 'tp'), (1e-05, 3e-06))
@@ -80,7 +80,7 @@ def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
     return None if number is None else min(number, 2**63 - 1)
 
 
-def ids_text(ids: Sequence[int]) -> str:
+def id_list(ids: Sequence[int]) -> str:
     """Return the ids as text; for more than 8, the first ones and the count."""
     first = ", ".join(map(str, ids[:_SHOWN]))
     return f"({first}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({first})"
@@ -195,8 +195,8 @@ def grid_of(
         ids, shape = _ids_and_shape(logical_mesh_id)
         if set(ids) != set(physical):
             raise MeshError(
-                f"logical_mesh_id has the ids {ids_text(sorted(ids))} but physical_mesh_id "
-                f"has {ids_text(sorted(physical))}; give the same ids in both"
+                f"logical_mesh_id has the ids {id_list(sorted(ids))} but physical_mesh_id "
+                f"has {id_list(sorted(physical))}; give the same ids in both"
             )
     if mesh_shape is not None:
         sizes = whole_numbers(mesh_shape)

@@ -20,7 +20,7 @@ from shardspec.mesh.device_ids import (
     checked_links,
     checked_names,
     grid_of,
-    ids_text,
+    id_list,
     whole_number,
 )
 from shardspec.text import counted, html_table, shown
@@ -172,7 +172,7 @@ class DeviceMesh:
             for name, default in usual.items()
             if (value := getattr(self, name)) != default
         ]
-        return f"DeviceMesh({ids or ids_text(self.ids)}, {self.shape}{''.join(options)})"
+        return f"DeviceMesh({ids or id_list(self.ids)}, {self.shape}{''.join(options)})"
 
     def _repr_html_(self) -> str:
         """Show the ids as a table in notebooks, with the last axis across."""
@@ -261,7 +261,7 @@ class DeviceMesh:
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
         """Return the index of a device along each axis; raises `MeshError` if the mesh lacks it."""
         if physical_id not in self:
-            raise MeshError(f"device {physical_id} is not in the mesh of ids {ids_text(self.ids)}")
+            raise MeshError(f"device {physical_id} is not in the mesh of ids {id_list(self.ids)}")
         # A table of coordinates would take 100 MiB for a million devices.
         position = self._position[physical_id]
         coordinates = []
