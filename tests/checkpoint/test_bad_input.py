@@ -388,11 +388,11 @@ def test_an_info_that_breaks_a_rule(tmp_path, change, problem):
         ),
         (b"\xff{}", "is not UTF-8 (byte 0 is 0xff)"),
         (b'{"format": "shardspec", "format": "x"}', "has the key 'format' twice"),
-        (b'{"version": NaN}', "holds NaN, which is not JSON"),
+        (b'{"version": NaN}', "contains NaN, which is not JSON"),
         (b"[" * 100_000, "nests too deep"),
-        (b'{"version": ' + b"1" * 5000 + b"}", "holds a number of thousands of digits"),
+        (b'{"version": ' + b"1" * 5000 + b"}", "contains a number of thousands of digits"),
         (b"[]", "the sharding info should be an object but is []"),
-        (b'{"\\ud800": 1}', "holds text with lone surrogates"),
+        (b'{"\\ud800": 1}', "contains text with lone surrogates"),
     ],
 )
 def test_an_info_that_is_no_json(tmp_path, text, problem):

@@ -108,7 +108,7 @@ def test_ranks_that_are_not_said(tmp_path, how):
     first, _, last = (path.read_bytes() for path in paths)
     paths[2].write_bytes(first)
     assert refused(ckpt, **OPTIONS) == (
-        f"{paths[2]}: holds just what {paths[0]} does; one is a copy of the other, restore it"
+        f"{paths[2]}: has the tensors of {paths[0]}; one is a copy of the other, restore it"
     )
     paths[0].write_bytes(last)
     found = read_whole(ckpt, **OPTIONS)
@@ -188,7 +188,7 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         ),
         (
             lambda m: m.update({"x": m[FC2]}),
-            "{0}: lacks tensor 'x', which {1} holds; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
         ),
     ],
 )

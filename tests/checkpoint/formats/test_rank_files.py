@@ -338,10 +338,10 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
             "of the two if they should be equal, as plain tensors are on all ranks; if each rank "
             "has a part, save it as a DTensor, and what is its own under a name for each rank",
         ),
-        ({}, "{1}: lacks tensor 'w', which {0} holds; the files are not of one save"),
+        ({}, "{1}: lacks tensor 'w', which {0} has; the files are not of one save"),
         (
             {"w": torch.ones(2), "x": torch.ones(1)},
-            "{0}: lacks tensor 'x', which {1} holds; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
         ),
         (
             {"w": torch.ones(3)},
@@ -353,7 +353,7 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
             "files are not of one save",
         ),
-        ([torch.ones(2)], "{1}: holds a list, not a dict of tensors; save a state dict"),
+        ([torch.ones(2)], "{1}: contains a list, not a dict of tensors; save a state dict"),
         (
             {"w": torch.ones(2), "a": {"b": 1}, "a.b": 2},
             "{1}: two entries have the name 'a.b' once their dicts are joined with dots; rename "
