@@ -106,7 +106,7 @@ def chunk_without_place(metadata):
 
 def other_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "step")]
-    return ".metadata: 'step': no file holds this entry; the metadata contradicts itself"
+    return ".metadata: 'step': no file contains this entry; the metadata contradicts itself"
 
 
 def negative_offset(metadata):

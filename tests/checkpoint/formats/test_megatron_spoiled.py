@@ -57,7 +57,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
         "with ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
-        f"{ckpt}: holds the files of 6 ranks, but 8 are stated to have written some; restore the "
+        f"{ckpt}: contains the files of 6 ranks, but 8 are expected; restore the "
         "others, or correct the number"
     )
     # Whether the first layers are gated is not said either.
@@ -218,7 +218,7 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         (
             lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),
             "{0}: has no layer decoder.layers.3, but decoder.layers.7; each file counts its "
-            "layers from 0, so that this one was changed, restore it",
+            "layers from 0; this one was changed, restore it",
         ),
         (
             lambda s: setattr(s["args"], "num_layers", 6),
@@ -312,7 +312,7 @@ FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
         ),
         (
             [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
-            "has layers with 1 and with 2 experts, but all have as many; restore the file",
+            "has layers with 1 and with 2 experts, but all have the same number; restore it",
         ),
         (["0.mlp.experts.weight1"], "is of several experts at once, as the old grouped kernels"),
     ],

@@ -246,12 +246,12 @@ def test_a_copy_in_place_of_another_file(ckpt):
         ),
         (
             "shape",
-            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
+            "{3}: rank 3 has a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
             "int64 on dp=2,tp=2 it has [2, 4]; the file contradicts itself",
         ),
         (
             "part",
-            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
+            "{3}: rank 3 has a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
             "int64 on dp=2,tp=2 it has [2, 3]; the file contradicts itself",
         ),
     ],
