@@ -184,7 +184,7 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         ),
         (
             lambda m: m.pop(FC2),
-            f"{{1}}: lacks tensor '{FC2}', which {{0}} holds; the files are not of one save",
+            f"{{1}}: lacks tensor '{FC2}', which {{0}} has; the files are not of one save",
         ),
         (
             lambda m: m.update({"x": m[FC2]}),
