@@ -68,7 +68,7 @@ def main(folder: Path, mebibytes: int, rounds: int) -> None:
     for matrices in (1, max(1, mebibytes // 32)):
         with models(folder, mebibytes, matrices) as (a, b, c, adapter):
             out = a.parent / "out.safetensors"
-            ways = {
+            ways: dict[str, tuple[list[Path], list[object]]] = {
                 "average of three": ([a, b, c], ["--weights", "0.2,0.3,0.5"]),
                 "adapter of rank 16": ([a], ["--lora", adapter]),
             }
