@@ -18,10 +18,10 @@ def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as refused:
         why = refused.strerror if isinstance(refused, OSError) else str(refused)
-        raise error(f"{path}: cannot be read: {why}") from None
+        raise error(f"{path}: cannot be read: {why}; check the path") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise error(f"{path}: is not a regular file")
+        raise error(f"{path}: is not a regular file; name one")
     return descriptor
 
 
