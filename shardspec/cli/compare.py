@@ -366,7 +366,7 @@ def digest_command(
         read_digests,
         write_digests,
     )
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     refuse_if(len(checkpoints) > 1 and not add, "give one CKPT, or --add for files of digests")
     chosen = any(choice.values()) or maps.map is not None or maps.model is not None or seed

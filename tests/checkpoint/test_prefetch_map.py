@@ -7,7 +7,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.object_store import ObjectPath
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.errors import CheckpointError

@@ -15,7 +15,7 @@ from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sh
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.object_store import RangePrefetcher
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles

@@ -17,8 +17,8 @@ from shardspec import merge
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.errors import CheckpointError

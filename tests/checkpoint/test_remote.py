@@ -16,7 +16,7 @@ from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.object_store import MAX_REQUEST_BYTES, ObjectPath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
