@@ -128,7 +128,7 @@ def test_every_public_name_has_its_place_in_the_reference():
         assert "\nExamples\n--------\n" in (inspect.getdoc(getattr(shardspec, name)) or ""), name
     assert "<!-- names beside -->" in (DOCS / "reference.md").read_text("utf-8")
     beside = conf._names_beside()
-    for name in ("parallel.distribute.inputs_as", "comm.steps.AllToAll", "errors.LayoutError"):
+    for name in ("parallel.inputs_as", "comm.steps.AllToAll", "errors.LayoutError"):
         assert f":: shardspec.{name}\n" in beside
     for home, name in re.findall(r"\.\. auto\w+:: (.*)\.(\w+)$", beside, re.MULTILINE):
         assert getattr(import_module(home), name).__doc__, name

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 
 from shardspec import (
@@ -280,11 +279,10 @@ def test_the_command_writes_digests_that_verify_takes(place, tmp_path):
     assert run("verify", place / "ckpt", "--digests", tmp_path / "m.safetensors").exit_code == 3
 
 
-def parts_of_two_jobs(directory, half):
+def parts_of_two_jobs(rank, directory, half):
     """Write the digests of one half of the columns, in a job that knows of no other."""
     mesh, whole = DeviceMesh(range(2), (2,)), torch.arange(40.0).view(5, 8)
     own = DTensor(whole[:, 4 * half : 4 * half + 4], mesh, "[S0,R]")
-    rank = dist.get_rank()
     shard, ((lo, hi), (_, width)) = own.to_local().numpy(), own.layout.local_box(rank)
     box = ((lo, hi), (4 * half, 4 * half + width))
     wide = TensorDigest.of_box(shard, box, (5, 8), "float32")
@@ -295,7 +293,8 @@ def parts_of_two_jobs(directory, half):
 
 def test_ranks_of_two_jobs_write_parts_that_the_command_adds_up(tmp_path):
     for half in (0, 1):
-        run_ranks(2, parts_of_two_jobs, tmp_path, half)
+        (tmp_path / f"{half}").mkdir()
+        run_ranks(2, tmp_path / f"{half}", parts_of_two_jobs, tmp_path, half)
     files = [tmp_path / f"{half}{rank}.json" for half in (0, 1) for rank in (0, 1)]
     whole = torch.arange(40.0).view(5, 8)
     due = digest({"wide": whole, "of job 0": whole[:, :4], "of job 1": whole[:, 4:]})

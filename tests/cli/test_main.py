@@ -469,7 +469,7 @@ def test_deltas_and_digests_in_a_store(tmp_path):
         ["inspect", "/none/" + "名前" * 90],
         ["plan", "--mesh", "2x2", "--shape", "8x8", "[S0,R]", "[S0,S0]"],
         ["plan", "--mesh", "dp=2,tp=2", "--shape", "8x8", "[S(dp),R]", "[S(" + "x" * 500 + "),R]"],
-        ["merge", "examples/checkpoint", "-o", "out", "--dtype", "fp7"],
+        ["reshard", "examples/checkpoint", "-o", "out"],
     ],
 )
 def test_an_error_on_a_terminal_has_three_lines_wrapped_at_words(args, columns):

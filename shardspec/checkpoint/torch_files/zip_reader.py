@@ -130,7 +130,7 @@ def read_torch_zip(
     tail_bytes = min(_TAIL_BYTES, num_bytes)
     tail = file.read(offset + num_bytes - tail_bytes, tail_bytes)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
-        raise CheckpointError(f"{what}: {_NOT_READ}")
+        raise CheckpointError(f"{what}: {_NOT_READ if num_bytes else 'is empty; restore it'}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
     if size > _MAX_DIRECTORY_BYTES:
         raise CheckpointError(
