@@ -283,7 +283,7 @@ def parts_of_two_jobs(rank, directory, half):
     """Write the digests of one half of the columns, in a job that knows of no other."""
     mesh, whole = DeviceMesh(range(2), (2,)), torch.arange(40.0).view(5, 8)
     own = DTensor(whole[:, 4 * half : 4 * half + 4], mesh, "[S0,R]")
-    shard, ((lo, hi), (_, width)) = own.to_local().numpy(), own.layout.local_box(rank)
+    shard, ((lo, hi), (_, width)) = own.to_local().numpy(), own.layout.box(rank)
     box = ((lo, hi), (4 * half, 4 * half + width))
     wide = TensorDigest.of_box(shard, box, (5, 8), "float32")
     part = Digests({"wide": wide}) + digest({f"of job {half}": own}, part=True)
