@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables, notes and errors that fit the terminal, and the run of a Megatron
 # checkpoint. Digests of parts; progress of load and save.
+# checkpoint. Digests of parts; progress of load and save.
 BUDGET = {
     "shardspec": (43804, 181),
     "shardspec/checkpoint": (18156, 70),
@@ -22,7 +23,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4646, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55138, 346),  # 98 lines hold the rules of plain English
+    "tests": (55139, 346),  # 98 lines hold the rules of plain English
 }
 
 

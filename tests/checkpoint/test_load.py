@@ -281,8 +281,8 @@ def test_progress_counts_every_byte_once(tmp_path):
     saved = tmp_path / "saved"
     written = shown(lambda each: save_sharded(state, saved, progress=each))
     assert written == sum(file.stat().st_size for file in saved.glob("*.safetensors")) > num_bytes
-    background = {"overwrite": True, "asynchronous": True}
-    again = shown(lambda each: save_sharded(state, saved, progress=each, **background).wait())
+    other = tmp_path / "other"
+    again = shown(lambda each: save_sharded(state, other, progress=each, asynchronous=True).wait())
     assert again == written
     assert shown(lambda each: load_sharded(saved, progress=each)) == num_bytes
     assert shown(lambda each: load_sharded(saved, into=state, progress=each)) == num_bytes

@@ -154,10 +154,10 @@ def delta(
         destination = check_destination(path, catalog, Target((), True, ()), overwrite)
     with OpenFiles() as files:
         writer = _Writer(path, old, now, files, encoding, checksum, progress)
-        names = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
+        written = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
         replaced = frozenset((DELTA_INDEX, _FILE_NAME))
         output_files = Staging(
-            dict.fromkeys(names, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
+            dict.fromkeys(written, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
         )
         with destination.path.stage(output_files) as staged:
             if writer.changed:
