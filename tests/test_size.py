@@ -7,14 +7,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
+# `checkpoint` and `cli`: checkpoints summed with weights, and adapters merged into their base.
+# `cli`: the move of a model from one layout to another at a glance.
 # `cli` and `text.py`: tables, notes and errors that fit the terminal, and the run of a Megatron
 # checkpoint. Digests of parts; progress of load and save.
-# checkpoint. Digests of parts; progress of load and save.
 BUDGET = {
-    "shardspec": (43804, 181),
-    "shardspec/checkpoint": (18156, 70),
-    "shardspec/cli": (3408, 13),
-    "shardspec/comm": (4091, 20),
+    "shardspec": (44780, 183),
+    "shardspec/checkpoint": (18982, 72),
+    "shardspec/cli": (3556, 13),
+    "shardspec/comm": (4093, 20),
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
     "shardspec/interop": (657, 4),
@@ -23,7 +24,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4646, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55139, 346),  # 98 lines hold the rules of plain English
+    "tests": (55922, 348),  # 98 lines hold the rules of plain English
 }
 
 
