@@ -12,14 +12,14 @@ ROOT = Path(__file__).parent.parent
 # `cli` and `text.py`: tables, notes and errors that fit the terminal, and the run of a Megatron
 # checkpoint. Digests of parts; progress of load and save.
 BUDGET = {
-    "shardspec": (44780, 183),
+    "shardspec": (44782, 183),
     "shardspec/checkpoint": (18982, 72),
     "shardspec/cli": (3556, 13),
     "shardspec/comm": (4093, 20),
     "shardspec/explorer": (222, 1),
     "shardspec/families": (1950, 9),
     "shardspec/interop": (657, 4),
-    "shardspec/layout": (4680, 18),
+    "shardspec/layout": (4682, 18),
     "shardspec/mesh": (1101, 5),
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4646, 13),  # ways between hosts priced from merged copies
