@@ -129,9 +129,7 @@ def read_header(file: SourceFile) -> Header:
             )
         end += entry.num_bytes
     if end != file_bytes:
-        problem = (
-            "it is truncated" if file_bytes < end else "there are bytes past its end"
-        )
+        problem = "it is truncated" if file_bytes < end else "there are bytes past its end"
         raise CheckpointError(
             f"{path}: has {file_bytes} bytes but its header describes {end}; {problem}"
         )
