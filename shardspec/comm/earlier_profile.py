@@ -9,10 +9,8 @@ from typing import Any, Final
 from shardspec.comm.cluster_file import link_of_record
 from shardspec.comm.curves import Link, exchange_floor
 from shardspec.errors import ProfileError, ShardSpecError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import MAX_JSON_BYTES, read_input_file
 from shardspec.text import shown
-
-_MOST_BYTES: Final = 64 << 20
 
 
 def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...], Any]:
@@ -21,7 +19,7 @@ def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...],
     Raises `ProfileError` if there is no such file, or it is no profile.
     """
     try:
-        root = json.loads(read_input_file(path, _MOST_BYTES))
+        root = json.loads(read_input_file(path, MAX_JSON_BYTES))
         if (root["format"], root["version"]) != ("shardspec profile", 1):
             raise ProfileError(f"format is {shown(root['format'])}")
         return _parse(root)
