@@ -35,7 +35,7 @@ def test_refuses_toml_that_would_take_long(
     path = tmp_path / "hostile.toml"
     path.write_text(text)
     started = time.process_time()
-    with pytest.raises(ShardSpecError, match="hostile.toml"):
+    with pytest.raises(ShardSpecError, match=r"hostile\.toml"):
         read(path)
     assert time.process_time() - started < 2
 
@@ -47,5 +47,5 @@ def test_reads_long_rows_of_fractions_and_many_short_keys() -> None:
 
 def test_refuses_configs_of_many_megabytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": [' + "{}," * 2_000_000 + "0]}")
-    with pytest.raises(ShardSpecError, match=r"config.json: .*4,194,304"):
+    with pytest.raises(ShardSpecError, match=r"config\.json: .*4,194,304"):
         model_layouts(tmp_path, "replicated")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import Snapshot
 from shardspec.comm.senders import whole_senders

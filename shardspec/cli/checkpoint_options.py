@@ -27,7 +27,7 @@ _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
 def _as_path(text: str) -> PurePath:
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     if not text:
         raise ValueError("an empty text is not a path; '.' is the working directory")

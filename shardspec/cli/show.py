@@ -186,7 +186,7 @@ def explore_command(
       shardspec explore --mesh dp=2,tp=4 --shape 4096x1024 --dtype bf16 -o page.html
       shardspec explore --mesh 2x2x2 --shape 8x8 --links tpu-v5e --links tpu-v5p -o page.html
     """
-    from shardspec.explorer.page import MAX_PAGE_DEVICES, explorer_page
+    from shardspec.explorer import MAX_PAGE_DEVICES, explorer_page
 
     for shape_and_names in mesh:
         _check_devices(shape_and_names, MAX_PAGE_DEVICES)

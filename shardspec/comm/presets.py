@@ -81,7 +81,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
         return tuple(links), Cluster(links[0], joining, per_node=1)
     near = slowest_link([links[axis] for axis in inner], "slowest inside hosts")
     room = min(filter(None, (links[axis].room for axis in inner)), default=0)
-    part = mesh.slice_with(mesh.ids[0], inner)
+    part = mesh.submesh({axis: 0 for axis, link in enumerate(links) if link.port})
     hosts = mesh.groups(inner)
     first = chosen[names[inner[0]]]
     if mesh.link_model == "shared-bus" or (not room and joining is None):

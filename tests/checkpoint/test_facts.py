@@ -22,7 +22,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.quantization.quantize import Quantize
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.reading import Snapshot
 
 MESH = DeviceMesh(range(2))

@@ -13,7 +13,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, plan_reshard
 from shardspec.comm.cluster import Cluster
 from shardspec.comm.curves import Link
-from shardspec.resharding.stages import PlanStage, staged
+from shardspec.resharding.stages import PlanStage, in_stages, near_and_far
 from tests.resharding.states import random_case, random_spec, shard_at, wrong_shards
 
 NETWORK, NVLINK = (1e-5, 2e-11), (1e-6, 2e-12)
@@ -198,7 +198,10 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
             lacked.update(dict.fromkeys(hosts, num_bytes))
         rows = tail * prod(small.global_shape[1:]) * len(plan.copies.devices)
         least = 1.02 * least_out(classes) + rows
-        ways = staged(lacking, cluster, lambda _: 4)[:2]
+        ways = [
+            in_stages(*near_and_far(lacking, cluster), cluster, lambda _: 4, passed_on, True)
+            for passed_on in (True, False)
+        ]
         for stages in ways:
             assert at_hosts(stages, cluster)[0] == lacked, seed
         assert max(at_hosts(ways[0], cluster)[1].values()) <= least, seed

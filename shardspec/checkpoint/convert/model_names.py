@@ -13,7 +13,7 @@ from shardspec.checkpoint.convert.copy import Buffers, read_box
 from shardspec.checkpoint.convert.select import CatalogNaming, Choice, through, wanted_names
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import quantized_in
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import item_bytes
@@ -23,9 +23,8 @@ from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognize import Recognized, Spelling, recognize, require_known
 from shardspec.input_files import read_json_object
-from shardspec.resharding.map_file import filled
+from shardspec.resharding.map_file import filled, text_config
 from shardspec.resharding.name_map import NameMap, Shape
-from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, counted, shown
 
 _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)

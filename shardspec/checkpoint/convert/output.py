@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Unpack
 
 from shardspec.checkpoint.catalog import Catalog, Target
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32_combine
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.comm.cost import Links
 from shardspec.errors import LayoutError
 from shardspec.resharding.name_map import NameMap, Names, Naming

@@ -171,7 +171,7 @@ def shared_bytes(metadata):
 
 def shorter(metadata):
     moved(metadata, "m.a", length=metadata.storage_data[index_of(metadata, "m.a")].length - 1)
-    return "tensor 'm.a', box [0:2, 0:3]: does not end as torch.save ends a file"
+    return "tensor 'm.a', box [0:2, 0:3]: is not a whole zip of torch.save"
 
 
 def swapped_items(metadata):
