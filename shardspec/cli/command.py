@@ -233,7 +233,6 @@ REMOVED: Final[Mapping[str, str]] = {
     "* --alpha": "use --links SECONDS:SECONDS_PER_BYTE, as in 1e-5:4e-11",
     "* --beta": "use --links SECONDS:SECONDS_PER_BYTE, as in 1e-5:4e-11",
     "* --profile": "use --links cluster.toml",
-    "* --links *.json": "use the cluster.toml that 'shardspec profile' writes now",
     "* --map *-to-hf": "use --model DIR --names hf",
     "* --map *-to-megatron": "use --model DIR --names megatron",
     "* --map *-to-torch_dist": "use --model DIR --names megatron --to dcp",

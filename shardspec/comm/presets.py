@@ -44,6 +44,8 @@ def link_preset(name: str) -> LinkPreset:
 @lru_cache(maxsize=64)
 def _preset(name: str) -> LinkPreset:
     if name not in preset_names():
+        if Path(name).suffix:
+            raise MeshError(f"{name} is no file of links, in TOML; 'shardspec profile' writes one")
         known = first_of(preset_names(), 5)
         raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     return read_links(_FOLDER / f"{name}.toml")

@@ -367,19 +367,21 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
     for _, (lo, hi) in sides:
         wanted *= hi - lo
     on_bus = model.link_model == "shared-bus"
-    amount = np.empty((len(leaving.cuts), len(arriving.cuts)))
+    # The fastest link to each device.
+    lines = np.min([[(link.latency_s, link.seconds_per_byte)] for link in model.links], axis=0)
+    if (cluster := _cluster_of(*meshes, model)) is not None:
+        hosts = set(map(cluster.host, meshes[0].ids))
+        near = [[cluster.host(device) in hosts] for device in meshes[1].ids]
+        lines = np.where(near, np.minimum(cluster.near, cluster.far), cluster.far)
+    item, start = item_bytes(leaving.layout.dtype), exchange_start(model)
+    least = np.empty((len(leaving.cuts), len(arriving.cuts)))
     for row in range(len(leaving.cuts)):
         kept = np.ones((len(arriving.cuts), len(places_in_both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
             kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
-        amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
-    numbers = [(link.latency_s, link.seconds_per_byte) for link in model.links]
-    if (cluster := _cluster_of(*meshes, model)) is not None:
-        hosts = [set(cluster.by_host(mesh.ids)) for mesh in meshes]
-        numbers = [cluster.far, *([cluster.near] if hosts[0] & hosts[1] else [])]
-    alpha, beta = map(min, zip(*numbers, strict=True))
-    alpha += exchange_start(model)
-    least: Floats = (amount > 0) * alpha + amount * item_bytes(leaving.layout.dtype) * beta
+        amount = lacking.sum(axis=1, keepdims=True) if on_bus else lacking
+        seconds = (amount > 0) * (lines[:, 0] + start) + amount * item * lines[:, 1]
+        least[row] = seconds.max(axis=1)
     return least

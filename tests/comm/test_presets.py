@@ -298,6 +298,14 @@ def test_presets_by_axis():
         CostModel.from_presets(mesh, ["warp"])
 
 
+def test_a_profile_in_json_is_answered_by_the_file_that_takes_its_place(tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text('{"format": "shardspec profile", "version": 1}')
+    for path in (file, tmp_path / "none.json"):
+        with pytest.raises(MeshError, match=r"\.json .*'shardspec profile'"):
+            CostModel.of_mesh(DeviceMesh(range(2)), str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "microseconds"),
     [("h100-nvswitch", 966.12), ("a100-nvswitch", 1635.3)],
