@@ -8,23 +8,23 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `checkpoint` and `cli`: checkpoints summed with weights, and adapters merged into their base.
-# `input_files.py`: TOML that takes minutes to parse is refused.
 # `cli`: the move of a model from one layout to another at a glance.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
+# `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
-    "shardspec": (44641, 183),
+    "shardspec": (44698, 183),  # 57 lines of worked examples
     "shardspec/checkpoint": (18919, 72),
     "shardspec/cli": (3528, 13),
     "shardspec/comm": (4093, 20),
     "shardspec/explorer": (222, 1),
-    "shardspec/families": (1950, 9),
+    "shardspec/families": (1974, 9),
     "shardspec/interop": (657, 4),
     "shardspec/layout": (4682, 18),
-    "shardspec/mesh": (1101, 5),
+    "shardspec/mesh": (1103, 5),
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4598, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (55837, 349),  # 98 lines hold the rules of plain English
+    "tests": (55883, 350),  # 98 lines hold the rules of plain English
 }
 
 
