@@ -18,7 +18,7 @@ def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as refused:
         reason = refused.strerror if isinstance(refused, OSError) else str(refused)
-        raise error(f"{path}: cannot be read: {reason}") from None
+        raise error(f"{path}: cannot be read: {reason}; check the path") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error(f"{path}: is not a regular file")
