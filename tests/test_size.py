@@ -24,7 +24,7 @@ BUDGET = {
     "shardspec/profiling": (369, 3),
     "shardspec/resharding": (4643, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3292, 16),
-    "tests": (56059, 350),  # 98 lines hold the rules of plain English
+    "tests": (56179, 351),  # 98 lines hold the rules of plain English
 }
 
 
