@@ -86,7 +86,7 @@ def test_numbers_are_those_of_the_whole():
     assert torch.equal(tensor, tensor)
     assert not torch.equal(tensor, tensor + 1)
     assert len(tensor.split(3)) == 3
-    pending = DTensor.from_local(dict.fromkeys(range(6), WHOLE), MESHES[2, 3], "[R,R|P1]")
+    pending: Any = DTensor.from_local(dict.fromkeys(range(6), WHOLE), MESHES[2, 3], "[R,R|P1]")
     assert (pending + 1).to_global().tolist() == (3 * WHOLE + 1).tolist()
     assert (pending + torch.tensor(1.0).double()).to_global().tolist() == (3 * WHOLE + 1).tolist()
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -229,7 +229,8 @@ def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):
     left, right = torch.arange(15.0).reshape(5, 3), torch.arange(6.0).reshape(3, 2)
 
     def multiplied():
-        return (DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")).full_tensor()
+        product: Any = DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")
+        return product.full_tensor()
 
     assert torch.equal(multiplied(), left @ right)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)

@@ -189,7 +189,7 @@ def inputs_as(spec: SpecLike) -> InputFn:
 
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         def shard_of(value: object) -> object:
-            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
+            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor | DTensor):
                 return value
             sharded = DTensor.from_local(value, mesh, _for_dims(target, value.dim()))
             return sharded if sharded.is_simulated else sharded.to_torch()
