@@ -254,3 +254,30 @@ def test_threads_take_turns():
     for thread in threads:
         thread.join()
     assert results == {1: True, 2: True, 3: True}
+
+
+def test_unbound_methods_are_the_bound_ones():
+    tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
+    torch.testing.assert_close(torch.Tensor.mean(tensor).to_global(), WHOLE.mean())
+    assert torch.equal(torch.Tensor.add(tensor, tensor).to_global(), WHOLE + WHOLE)
+    for name in ("detach", "requires_grad_", "view_as", "__len__", "dim", "__repr__"):
+        arguments = (tensor,) if name == "view_as" else ()
+        unbound, bound = getattr(torch.Tensor, name)(tensor, *arguments), getattr(tensor, name)
+        assert str(unbound) == str(bound(*arguments)), name
+    assert torch.Tensor.layout.__get__(tensor) == tensor.layout
+
+
+def test_code_of_torch_that_asks_for_no_layout_is_refused():
+    tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
+    calls: list[Any] = [
+        lambda: torch.vmap(lambda row: row * 2)(tensor),
+        lambda: torch.func.grad(lambda x: (x * 2).sum())(tensor),
+        lambda: torch.func.jvp(lambda x: x * 2, (tensor,), (tensor,)),
+        lambda: torch.func.grad(lambda x: (x * tensor).sum())(torch.ones(1)),
+        lambda: setattr(tensor, "data", tensor),
+        lambda: tensor.untyped_storage(),
+    ]
+    for call in calls:
+        with pytest.raises(LayoutError, match=r"to_local\(\)") as refusal:
+            call()
+        assert "\n" not in str(refusal.value)

@@ -51,8 +51,7 @@ def distribute_module(
     redistributed. Dropout draws the same numbers on all devices that hold the same box, and
     different numbers for other boxes.
 
-    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec, which
-    torch's optimizers do not take.
+    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec.
 
     Parameters
     ----------

@@ -279,7 +279,7 @@ class DTensor(Differentiable):
         cls, operation: object, _types: object, args: Sequence[Any] = (), *_: object
     ) -> object:
         """Refuse an operation that torch runs on its own, without `__torch_function__`."""
-        if operation is torch.ops.aten.item.default:  # a number is wanted, as in torch.full
+        if operation is torch.ops.aten._local_scalar_dense.default:  # a number, as for torch.full
             return args[0].item()
         raise LayoutError(
             f"torch runs {operation} without asking for the layout of a DTensor; pass to_torch(), "

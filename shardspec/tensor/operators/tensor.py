@@ -30,7 +30,7 @@ class _SetByModules:
 
     def __set__(self, instance: object, value: object) -> None:
         raise LayoutError(
-            "modules and optimizers take DTensors of torch: use nn.Parameter(tensor.to_torch()), "
+            "modules take parameters and buffers of torch: use nn.Parameter(tensor.to_torch()), "
             "or shardspec.distribute_module for all parameters of a module"
         )
 
