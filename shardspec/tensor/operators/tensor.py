@@ -56,7 +56,7 @@ class TensorLike(torch.Tensor):
 
     __slots__ = ("_is_given", "_part_of", "_shards", "_torch", "_writes", "communicator", "layout")
 
-    # torch's stubs let all that follows with a mark be written, and its layout is a kind of memory.
+    # torch's stubs declare these members as writable, and `layout` as a kind of memory.
     layout: Layout  # type: ignore[assignment]
     """The layout of the tensor."""
     communicator: Communicator
