@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardspec
 from shardspec import DTensor, Layout, distribute_tensor, init_device_mesh
 from shardspec.layout.plan import step_text
-from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
+from shardspec.parallel import distribute_module, inputs_as, outputs_as
 from shardspec.text import bytes_text
 
 # A GPU for each process of this machine, or none for any.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import init_device_mesh
-from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
+from shardspec.parallel import distribute_module, inputs_as, outputs_as
 
 
 class MLP(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DTensor, init_device_mesh, merge, save_sharded
-from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
+from shardspec.parallel import distribute_module, inputs_as, outputs_as
 
 CONTEXT = 12
 TEST = 10**6

@@ -22,7 +22,7 @@ from shardspec.layout.rules import match_rules as match_rules
 from shardspec.layout.spec import ShardingSpec as ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
 from shardspec.mesh.initialization import init_device_mesh as init_device_mesh
-from shardspec.parallel.distribute import distribute_module as distribute_module
+from shardspec.parallel import distribute_module as distribute_module
 from shardspec.resharding.digests import Digests as Digests
 from shardspec.resharding.name_map import NameMap as NameMap
 from shardspec.resharding.plan import ReshardPlan as ReshardPlan

@@ -69,7 +69,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_the_limits_of_the_page_are_as_written():
-    from shardspec.explorer.page import (
+    from shardspec.explorer import (
         MAX_CONVERSIONS,
         MAX_PAGE_BYTES,
         MAX_PAGE_DEVICES,

@@ -334,7 +334,7 @@ def test_questions_about_the_calling_rank_need_a_job():
             "with torchrun, or name a device, as in mesh.coordinates(0)"
         )
     with pytest.raises(CommunicatorError, match="get_group is about the calling rank"):
-        mesh.get_all_groups()
+        mesh.get_group(0)
     with pytest.raises(AxisError, match=r"name one, as in get_local_rank\('dp'\)"):
         mesh.get_local_rank()
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from shardspec import DeviceMesh, DTensor, distribute_module, distribute_tensor
-from shardspec.parallel.distribute import inputs_as, outputs_as
+from shardspec.parallel import inputs_as, outputs_as
 
 MESH = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
 RULES = {

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import Snapshot
 from shardspec.comm.senders import whole_senders
@@ -86,10 +86,12 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A pending reduction over a mesh axis, which readers finish."""
+    """A pending reduction, over a mesh axis or of several checkpoints; readers finish it."""
 
     op: ReduceOp
     addends: int
+    weights: tuple[float, ...] = ()
+    """Factor of each addend; empty if all are 1."""
 
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
@@ -224,6 +226,10 @@ class CheckpointFacts:
     """Shapes of the tensors that are missing because their sources were dropped."""
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
+    summed: tuple[str, ...] = ()
+    """Notes for the user on how checkpoints were combined."""
+    differing: frozenset[str] = frozenset()
+    """Names in `extras` of values that differ between the combined checkpoints."""
     quantization: Mapping[str, object] | None = None
     """Section for the model's config about quantized weights: empty removes it, None keeps it."""
 
@@ -293,6 +299,11 @@ class Catalog:
         boxes = self.tensor(name).boxes
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
+    @property
+    def sources(self) -> "tuple[Catalog, ...]":
+        """The opened checkpoints that tensors come from."""
+        return (self,)
+
     def as_stored(self) -> "Catalog":
         """Return a view that does not unpack tensors inside pickled objects."""
         return self
@@ -338,6 +349,11 @@ class DerivedCatalog(Catalog, ABC):
         facts = base.facts if facts is None else facts
         super().__init__(base.format, base.directory, names, base.files, mesh, extras, facts)
         self.base = base
+
+    @property
+    def sources(self) -> tuple[Catalog, ...]:
+        """The opened checkpoints that tensors come from."""
+        return self.base.sources
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:

@@ -20,10 +20,10 @@ from shardspec.checkpoint.formats import (
     formats,
     installed,
 )
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.reading import Snapshot
-from shardspec.checkpoint.torch_files.parts import part_of_several, part_text
+from shardspec.checkpoint.torch_files import part_of_several, part_text
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument, first_of, natural_order
 

@@ -27,7 +27,7 @@ _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
 def _as_path(text: str) -> PurePath:
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     if not text:
         raise ValueError("an empty text is not a path; '.' is the working directory")
@@ -38,6 +38,9 @@ CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as `
 OUTPUT: Final = Kind("FILE", _as_path, "file")
 OTHER: Final = Kind("OTHER", _as_path, "file")
 checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+checkpoints_argument: Final = click.argument(
+    "checkpoints", type=CHECKPOINT, metavar="CKPT...", nargs=-1, required=True
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,75 @@ source_options: Final = grouped(
         "TOML file of how the ranks shard tensors, for formats that do not record it and names "
         "that the library does not know.",
         {"type": FILE_PATH},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SumOptions:
+    """The checkpoints that are added to others, and the weight of each."""
+
+    weights: tuple[float, ...] | None
+    plus: PurePath | None
+    minus: PurePath | None
+    scale: float
+    take_first: tuple[str, ...]
+    lora: PurePath | None
+
+    def places(self, checkpoints: tuple[PurePath, ...]) -> tuple[PurePath, ...]:
+        """Return the checkpoints to sum, in order."""
+        more = tuple(path for path in (self.plus, self.minus) if path is not None)
+        refuse_if(
+            bool(more) and (self.weights is not None or len(checkpoints) > 1),
+            "--plus and --minus change one CKPT; for a sum of several give --weights alone",
+        )
+        return (*checkpoints, *more)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keyword arguments of `merge`."""
+        weights = self.weights
+        if self.plus is not None or self.minus is not None:
+            scales = (self.plus, self.scale), (self.minus, -self.scale)
+            weights = (1.0, *(scale for path, scale in scales if path is not None))
+        return {"weights": weights, "take_first": self.take_first, "lora": self.lora}
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(f"{shown(text)} are not numbers; give them as in 0.2,0.3,0.5") from None
+
+
+sum_options: Final = grouped(
+    "sums",
+    SumOptions,
+    Option(
+        "weights",
+        "Input",
+        "Sum several CKPT: w1 of the first + w2 of the second + ..., as in 0.2,0.3,0.5.",
+        {"metavar": "W,W", "type": Kind("WEIGHTS", _weights)},
+    ),
+    Option("plus", "Input", "Add this checkpoint to CKPT, times --scale.", {"type": OTHER}),
+    Option("minus", "Input", "Subtract this checkpoint from CKPT, times --scale.", {"type": OTHER}),
+    Option(
+        "scale",
+        "Input",
+        "Factor of --plus and --minus.",
+        {"type": float, "default": 1.0, "show_default": True},
+    ),
+    Option(
+        "take_first",
+        "Input",
+        "Take tensors whose names match from the first CKPT, as counters that differ; may be given "
+        "several times.",
+        {"metavar": "PATTERN", "multiple": True},
+    ),
+    Option(
+        "lora",
+        "Input",
+        "Merge this adapter of PEFT into CKPT: LoRA, rsLoRA or DoRA.",
+        {"metavar": "ADAPTER", "type": OTHER},
     ),
 )
 

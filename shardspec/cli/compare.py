@@ -358,7 +358,7 @@ def digest_command(
       shardspec digest iter_0000100 --model hf               under the names of transformers
     """
     from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     place = None if output is None else storage_path(output)
     if place is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, CommandGroup, Option
@@ -86,7 +86,7 @@ def import_links(
       shardspec links import *.log -o cluster.toml --between ib-ndr-per-gpu
       shardspec plan "[S0,R]" "[R,S0]" --mesh 8 --shape 4096x4096 --links cluster.toml
     """
-    from shardspec.profiling.nccl_logs import links_of_logs, read_log
+    from shardspec.profiling.fit import links_of_logs, read_log
 
     _check_output(output, overwrite=overwrite)
     if between is not None:

@@ -46,7 +46,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
     "delta": ("delta", "Write what changed between checkpoints, and apply it."),
-    "plan-state": ("plan_state", "Plan how a mesh gets a model from a checkpoint."),
+    "plan-state": ("plan", "Plan how a mesh gets a model from a checkpoint."),
 }
 """Name to the module of the command and its line of help, so that the help imports no module."""
 

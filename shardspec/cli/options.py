@@ -187,7 +187,7 @@ def _existing(text: str) -> Path:
 
 
 def _stored(text: str) -> PurePath:
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     return storage_path(text) if "://" in text else Path(text)
 

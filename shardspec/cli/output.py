@@ -78,7 +78,7 @@ def path_text(path: PurePath | str) -> str:
 
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that appears once it is complete; raises `CheckpointError` if it cannot."""
-    from shardspec.checkpoint.storage.from_text import storage_path
+    from shardspec.checkpoint.storage import storage_path
 
     content = text.encode()
     storage_path(path).write(len(content), [content], overwrite=overwrite)

@@ -3,21 +3,28 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import layout_option, model_option
+from shardspec.cli.checkpoint_options import layout_option, model_option, rule_options
 from shardspec.cli.command import Command, Option, refuse_if
 from shardspec.cli.options import MeshShape
 from shardspec.cli.output import path_text, say, say_styled, write_file
 from shardspec.errors import InputFileError, LayoutError
+from shardspec.families.glance import glance
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text
+
+if TYPE_CHECKING:
+    from shardspec.resharding.plan import ReshardPlan
 
 _MAX_DEVICES: Final = 4096
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
@@ -35,8 +42,15 @@ _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitc
 )
 @model_option.but("Summarize this model, a directory or its config.json, under --layout.")
 @layout_option.but(
-    "How the model is sharded: hf-tp:N, fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8."
+    "How the model is sharded: hf-tp:N, fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8; "
+    "or a checkpoint that says it. Instead, --mesh and --rules may say it."
 )
+@rule_options
+@opts.to.but(
+    "Plan the move of the model to this layout or checkpoint: who sends how much, and how long.",
+    metavar="LAYOUT",
+)
+@opts.links
 @Option(
     "optimizer",
     "Output",
@@ -53,6 +67,9 @@ def show_command(
     dtype: str | None,
     model: Path | None,
     layout: str | None,
+    rules: dict[str, str] | None,
+    to: str | None,
+    links: opts.ClusterLinks | None,
     optimizer: str | None,
     output: Path | None,
     overwrite: bool,
@@ -64,17 +81,31 @@ def show_command(
     Examples:
       shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
       shardspec show --model Qwen3-30B-A3B/ --layout megatron:tp=2,pp=2,ep=4 --optimizer adamw
+      shardspec show --model Qwen3-8B/ --layout megatron:tp=4,pp=2 --to vllm:tp=8
       shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
-    if model is not None or layout is not None or optimizer is not None:
+    if any(value is not None for value in (model, layout, rules, to, links, optimizer)):
         refuse_if(
-            model is None or layout is None or any(x is not None for x in (spec, shape, output)),
+            model is None or any(x is not None for x in (spec, shape, output)),
             "a model is shown by --model and --layout, without SPEC, --shape and -o",
         )
+        refuse_if(
+            (layout is None) == (rules is None) or (rules is not None and mesh is None),
+            "give either --layout, or --rules and --mesh",
+        )
+        refuse_if(links is not None and to is None, "--links price a move; give --to")
         assert model is not None
-        assert layout is not None
-        _show_model(model, layout, mesh, ids, dtype or "bfloat16", optimizer or "")
+        devices = None if mesh is None else opts.plain_mesh(mesh, ids)
+        try:
+            layouts = _layouts(model, layout, rules, devices, dtype or "bfloat16")
+            text = str(glance(layouts, optimizer=optimizer or ""))
+            if to is not None:
+                other = _layouts(model, to, None, None, dtype or "bfloat16")
+                text += f"\n\nto {to}: {_move(model, layouts, other, to, links)}"
+            say(text)
+        except LayoutError as error:
+            raise InputFileError(f"{path_text(model)}: ", *error.parts) from None
         return
     if spec is None or mesh is None or shape is None:
         raise click.UsageError("give SPEC, --mesh and --shape; or --model and --layout")
@@ -99,24 +130,53 @@ def show_command(
     say(f"{path_text(output)}: {sharded.title}")
 
 
-def _show_model(
+def _layouts(
     model: Path,
-    layout: str,
-    mesh: MeshShape | None,
-    ids: tuple[int, ...] | None,
+    layout: str | None,
+    rules: dict[str, str] | None,
+    devices: DeviceMesh | None,
     dtype: str,
-    optimizer: str,
-) -> None:
-    """Print the summary of a model under a layout."""
-    from shardspec.families.glance import glance
+) -> Mapping[str, Layout]:
+    """Return the layouts of a model: under a named layout, of a checkpoint, or by rules."""
+    from shardspec.checkpoint.catalog import OutputTensor
+    from shardspec.checkpoint.convert.layout import layouts_by_rules, layouts_like
+    from shardspec.checkpoint.open import open_checkpoint
     from shardspec.families.layouts import model_layouts
 
-    devices = None if mesh is None else opts.plain_mesh(mesh, ids)
-    try:
-        layouts = model_layouts(model, layout, device_mesh=devices, dtype=dtype)
-        say(str(glance(layouts, optimizer=optimizer)))
-    except LayoutError as error:
-        raise InputFileError(f"{path_text(model)}: ", *error.parts) from None
+    if layout is not None and not Path(layout).exists():
+        return model_layouts(model, layout, device_mesh=devices, dtype=dtype)
+    if layout is not None:
+        source = open_checkpoint(layout)
+        outlines = map(source.outline, source.names)
+        tensors = [OutputTensor(at.name, at.name, at.shape, at.dtype) for at in outlines]
+        return layouts_like(source, tensors)[1]
+    assert devices is not None
+    whole = model_layouts(model, "fsdp:1", dtype=dtype).items()
+    tensors = [OutputTensor(name, name, at.global_shape, at.dtype) for name, at in whole]
+    return layouts_by_rules(devices, rules or {}, tensors)
+
+
+def _move(
+    model: Path,
+    source: Mapping[str, Layout],
+    target: Mapping[str, Layout],
+    to: str,
+    links: opts.ClusterLinks | None,
+) -> "ReshardPlan":
+    """Return the plan from one set of layouts of a model to another."""
+    from shardspec.checkpoint.convert.model_names import model_names
+    from shardspec.checkpoint.job.plan import plan_reshard
+    from shardspec.families.layouts import padded_config, parse_layout
+
+    names = None
+    if source.keys() != target.keys():
+        parsed = parse_layout(to)
+        named = model_names(model, parsed.place)
+        names = replace(named, config=padded_config(named.config, parsed))
+    presets = links.names if links is not None else ()
+    refuse_if(links is not None and not presets, "--links of a move are names of presets")
+    cluster = presets[0] if len(presets) == 1 else presets or None
+    return plan_reshard(source, target, names=names, links=cluster)
 
 
 def _paint() -> Paint:
@@ -186,7 +246,7 @@ def explore_command(
       shardspec explore --mesh dp=2,tp=4 --shape 4096x1024 --dtype bf16 -o page.html
       shardspec explore --mesh 2x2x2 --shape 8x8 --links tpu-v5e --links tpu-v5p -o page.html
     """
-    from shardspec.explorer.page import MAX_PAGE_DEVICES, explorer_page
+    from shardspec.explorer import MAX_PAGE_DEVICES, explorer_page
 
     for shape_and_names in mesh:
         _check_devices(shape_and_names, MAX_PAGE_DEVICES)

@@ -90,6 +90,7 @@ class _FormatName(click.ParamType[str]):
 
 
 _write_options: Final = stacked(
+    ckpt.sum_options,
     ckpt.map_options,
     ckpt.source_options,
     ckpt.choice_options,
@@ -154,8 +155,10 @@ def _refuse_jobs(title: str) -> None:
 
 def _write(
     convert: Callable[..., WriteReport],
-    *places: PurePath | None,
+    checkpoints: tuple[PurePath, ...],
+    *others: PurePath | None,
     maps: ckpt.MapOptions,
+    sums: ckpt.SumOptions,
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
@@ -164,24 +167,31 @@ def _write(
 ) -> None:
     """Write an output with a progress bar, and print a report.
 
-    `convert` is called with the checkpoints at `places`. `stacked` says whether Megatron-core would
-    stack layers and experts in the output.
+    `convert` is called with the checkpoints to sum, or the only one, and with the `others`.
+    `stacked` says whether Megatron-core would stack layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
     _refuse_jobs(title)
     how["quantize_include"] = how["quantize_include"] or None
-    sources = source.open(*places)
+    places = sums.places(checkpoints)
+    opened = source.open(*places, *others)
+    sources = opened[: len(places)]
+    checkpoint = sources if len(sources) > 1 else sources[0]
     names = maps.read(sources[0].home, stacked=stacked)
     if maps.model is not None and maps.map is None:
         from shardspec.checkpoint.convert.model_names import ModelNames
 
         assert isinstance(names, ModelNames)
         chosen = Choice(**choice, drop=maps.drop)
-        numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-        for note in names.notes(numbers, chosen):
-            say(f"note: {sources[0].directory}: {note}", err=True)
+        for each in sources:
+            numbers = with_numbers(each, how["dtype"], chosen, names.config)
+            for note in names.notes(numbers, chosen):
+                say(f"note: {each.directory}: {note}", err=True)
+    how |= {**choice, **sums.keywords(), "names": names, "drop": maps.drop}
     with progress_bar(not as_json, title) as progress:
-        report = convert(*sources, names=names, drop=maps.drop, progress=progress, **choice, **how)
+        report = convert(checkpoint, *opened[len(places) :], progress=progress, **how)
+    for note in report.summed:
+        say(f"note: {note}", err=True)
     if as_json:
         say_json(report.to_json())
     else:
@@ -242,7 +252,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 
 
 @click.command(cls=Command)
-@ckpt.checkpoint_argument
+@ckpt.checkpoints_argument
 @opts.output.but(
     "The file to write; a directory for the formats huggingface and dcp.",
     type=opts.PLACE,
@@ -262,7 +272,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 )
 @_write_options
 def merge_command(
-    checkpoint: PurePath,
+    checkpoints: tuple[PurePath, ...],
     output: str,
     to: str | None,
     max_shard_size: int | None,
@@ -270,9 +280,9 @@ def merge_command(
 ) -> None:
     """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any format that can be read. First checks that headers agree with files, that
-    the boxes of every tensor tile it and that replicas agree; finishes pending reductions. OUT
-    appears when it is complete.
+    CKPT may be of any format that can be read; several are summed by --weights. First checks that
+    headers agree with files, that the boxes of every tensor tile it and that replicas agree;
+    finishes pending reductions. OUT appears when it is complete.
 
     Examples:
       shardspec merge ckpt -o model.safetensors
@@ -281,6 +291,8 @@ def merge_command(
       shardspec merge ckpt -o model.pt
       shardspec merge ckpt -o model.safetensors --overwrite --json
       shardspec merge ckpt -o model.safetensors --map map.toml --dry-run      check a map
+      shardspec merge step_1 step_2 step_3 -o avg/ --weights 0.2,0.3,0.5
+      shardspec merge base --plus new --minus old --scale 0.8 -o out/
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
@@ -292,11 +304,11 @@ def merge_command(
         )
     convert = partial(conversion.merge, output=output, format=to, max_shard_bytes=limit)
     stacked = to is not None and written_format(to, "merged").stacks_layers
-    _write(convert, checkpoint, stacked=stacked, **options)
+    _write(convert, checkpoints, stacked=stacked, **options)
 
 
 @click.command(cls=Command)
-@ckpt.checkpoint_argument
+@ckpt.checkpoints_argument
 @opts.output.but("The directory to write.", type=opts.PLACE, metavar="OUT")
 @opts.mesh.but("Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4.").under(
     "Output"
@@ -323,7 +335,7 @@ def merge_command(
 )
 @_write_options
 def reshard_command(
-    checkpoint: PurePath,
+    checkpoints: tuple[PurePath, ...],
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
@@ -365,11 +377,16 @@ def reshard_command(
         "--like says how to shard; leave out --rules and --rule",
     )
 
-    def convert(source: "Catalog", other: "Catalog | None" = None, **more: Any) -> WriteReport:  # noqa: ANN401
+    def convert(
+        source: "Catalog | list[Catalog]",
+        other: "Catalog | None" = None,
+        **more: Any,  # noqa: ANN401
+    ) -> WriteReport:
         onto = None if mesh is None else opts.plain_mesh(mesh)
         pattern: Catalog | dict[str, Layout] | None = other
         if layout is not None:
-            more["names"], pattern = ckpt.under_layout(layout, maps, source, onto)
+            first = source[0] if isinstance(source, list) else source
+            more["names"], pattern = ckpt.under_layout(layout, maps, first, onto)
             onto = None
         return conversion.reshard(
             source,
@@ -382,6 +399,6 @@ def reshard_command(
             **more,
         )
 
-    _write(convert, checkpoint, like, stacked=format.stacks_layers, **options)
+    _write(convert, checkpoints, like, stacked=format.stacks_layers, **options)
     if mesh is not None and not (rules or alone or layout):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
+from shardspec.comm.cluster_file import read_earlier_profile
 from shardspec.comm.curves import (
     EXCHANGE_KIND,
     KINDS,
@@ -26,7 +27,6 @@ from shardspec.comm.curves import (
     share,
     whole,
 )
-from shardspec.comm.earlier_profile import read_earlier_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
@@ -168,36 +168,6 @@ class CostModel:
         copying = self.copy_s * curves.copies(step, self._count(axes))
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
-    def measured_link(self, step: Step, num_bytes: int) -> Link | None:
-        """Return the link whose curves price a step; None if nothing like it was measured.
-
-        >>> from shardspec.comm.steps import AllGather
-        >>> model = CostModel.from_presets(DeviceMesh(range(72)), ["gb200-nvl72"])
-        >>> model.measured_link(AllGather(0, (0,)), 1 << 20) is None  # 2 and 4 devices were
-        True
-        """
-        kind, axes = curves.kind_of(step), self._long(step.axes or range(len(self.links)))
-        inside, across = self._tiers(axes)
-        links = [link for link, _ in across or inside]
-        if kind is None:
-            wanted = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
-            nodes, count = prod(n for _, n in across), self._count(axes)
-            known = links and all(
-                any(
-                    curve.kind == wanted
-                    and curve.nodes == nodes
-                    and (curve.devices == count or (nodes == 1 and curve.devices > count))
-                    for curve in link.curves
-                )
-                for link in links
-            )
-            return links[0] if known else None
-        curve = self._curve(kind, axes)
-        if curve is None:
-            return None
-        least, most = curve.sizes
-        return links[0] if least <= num_bytes * whole(kind, curve.devices) <= most else None
-
     def group(self, axes: Iterable[int]) -> tuple[int, int]:
         """Return the number of nodes that a group along axes spans, and its devices per node."""
         inside, across = self._tiers(self._long(axes))
@@ -238,11 +208,6 @@ class CostModel:
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
         return "; ".join(texts)
-
-    def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
-        """Return the largest latency and the largest cost a byte among some axes."""
-        each = [(self.links[axis].latency_s, _per_byte(self, self.links[axis])) for axis in axes]
-        return max(alpha for alpha, _ in each), max(beta for _, beta in each)
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those of some axes that have more than one device, ascending."""
@@ -350,6 +315,43 @@ class CostModel:
         return start + messages * alpha, float(received) * beta
 
 
+def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
+    """Return the link whose curves price a step; None if nothing like it was measured.
+
+    >>> from shardspec.comm.steps import AllGather
+    >>> model = CostModel.from_presets(DeviceMesh(range(72)), ["gb200-nvl72"])
+    >>> measured_link(model, AllGather(0, (0,)), 1 << 20) is None  # 2 and 4 devices were
+    True
+    """
+    kind, axes = curves.kind_of(step), model._long(step.axes or range(len(model.links)))
+    inside, across = model._tiers(axes)
+    links = [link for link, _ in across or inside]
+    if kind is None:
+        wanted = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
+        nodes, count = prod(n for _, n in across), model._count(axes)
+        known = links and all(
+            any(
+                curve.kind == wanted
+                and curve.nodes == nodes
+                and (curve.devices == count or (nodes == 1 and curve.devices > count))
+                for curve in link.curves
+            )
+            for link in links
+        )
+        return links[0] if known else None
+    curve = model._curve(kind, axes)
+    if curve is None:
+        return None
+    least, most = curve.sizes
+    return links[0] if least <= num_bytes * whole(kind, curve.devices) <= most else None
+
+
+def slowest_costs(model: CostModel, axes: Iterable[int]) -> tuple[float, float]:
+    """Return the largest latency and the largest cost a byte among some axes."""
+    each = [(model.links[axis].latency_s, _per_byte(model, model.links[axis])) for axis in axes]
+    return max(alpha for alpha, _ in each), max(beta for _, beta in each)
+
+
 def _per_byte(model: CostModel, link: Link) -> float:
     """Return the seconds per byte of a link, whose port the devices of a node may share."""
     each = zip(model.mesh_shape, model.links, strict=True)
@@ -384,7 +386,7 @@ def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
     >>> slower_axes(model, [1]), slower_axes(model, [0])
     ((0,), ())
     """
-    links = [model.slowest([axis]) for axis in range(len(model.links))]
+    links = [slowest_costs(model, [axis]) for axis in range(len(model.links))]
     wide = [axis for axis, n in enumerate(model.mesh_shape) if n > 1]
     least = [min(of_axes) for of_axes in zip(*(links[a] for a in {*cut} & {*wide}), strict=True)]
     return tuple(axis for axis in wide if least and any(map(gt, links[axis], least)))

@@ -44,6 +44,8 @@ def link_preset(name: str) -> LinkPreset:
 @lru_cache(maxsize=64)
 def _preset(name: str) -> LinkPreset:
     if name not in preset_names():
+        if Path(name).suffix:
+            raise MeshError(f"{name} is no file of links, in TOML; 'shardspec profile' writes one")
         known = first_of(preset_names(), 5)
         raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     return read_links(_FOLDER / f"{name}.toml")
@@ -81,7 +83,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
         return tuple(links), Cluster(links[0], joining, per_node=1)
     near = slowest_link([links[axis] for axis in inner], "slowest inside hosts")
     room = min(filter(None, (links[axis].room for axis in inner)), default=0)
-    part = mesh.slice_with(mesh.ids[0], inner)
+    part = mesh.submesh({axis: 0 for axis, link in enumerate(links) if link.port})
     hosts = mesh.groups(inner)
     first = chosen[names[inner[0]]]
     if mesh.link_model == "shared-bus" or (not room and joining is None):

@@ -15,9 +15,8 @@ from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.execute import run_transfers
 from shardspec.comm.notes import Notes
 from shardspec.comm.transfers import Transfers
-from shardspec.comm.transports.collectives import has_collective, run_collective
-from shardspec.comm.transports.messages import Messages
-from shardspec.comm.transports.selection import connect, transport_name
+from shardspec.comm.transports import connect, transport_name
+from shardspec.comm.transports.messages import Messages, has_collective, run_collective
 from shardspec.comm.transports.stage import Transport
 from shardspec.errors import CommunicatorError
 from shardspec.mesh.device_mesh import DeviceMesh

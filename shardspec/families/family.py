@@ -10,8 +10,7 @@ from importlib.resources import files
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.map_file import Side, form_of, placeholders
-from shardspec.resharding.sizes import text_config
+from shardspec.resharding.map_file import Side, form_of, placeholders, text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 

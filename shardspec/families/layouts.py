@@ -12,13 +12,11 @@ from shardspec.errors import LayoutError
 from shardspec.families.family import NamesOf, family_of
 from shardspec.families.glance import ModelLayouts
 from shardspec.families.model import model_of
-from shardspec.families.plans import TensorPlan, plan_specs
 from shardspec.input_files import read_json_object
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
-from shardspec.resharding.map_file import Side, filled, placeholders
-from shardspec.resharding.sizes import known_sizes, text_config
+from shardspec.resharding.map_file import Side, filled, known_sizes, placeholders, text_config
 from shardspec.resharding.views import factors_of, parse_view
 from shardspec.text import shown
 
@@ -403,3 +401,72 @@ class _Sharded:
             layer -= layers[stage]
             stage += 1
         return stage
+
+
+_COLUMNS: Final = {"colwise", "colwise_rep", "colwise_gather_output"}
+_ROWS: Final = {"rowwise", "rowwise_rep", "rowwise_split_input"}
+_PACKED: Final = {"packed_colwise": -2, "packed_rowwise": -1}
+_WHOLE: Final = {
+    *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts"),
+    *("moe_identity_expert", "ep_router", "gather", "sequence_parallel", "activation"),
+}
+_HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
+
+
+class TensorPlan(NamedTuple):
+    """The styles of a model's tensors, by patterns of names in which ``*`` is a number."""
+
+    styles: Mapping[str, str]
+    ranks: int
+    head_dim: int
+
+    def spec(self, name: str, dims: int, shape: tuple[int, ...]) -> ShardingSpec:
+        """Return how a tensor is sharded; LayoutError if it cannot be, or its style is unknown."""
+        module, _, last = name.rpartition(".")
+        ends = (name, module) if last in ("weight", "bias") else (name,)
+        style = next((self.styles[key] for key in map(_numberless, ends) if key in self.styles), "")
+        bias = last == "bias"
+        cut: int | None = None
+        if style in _COLUMNS or style in _PACKED:
+            cut = dims + _PACKED.get(style, -2) if dims > 1 else 0
+        elif style in _ROWS:
+            cut = None if bias else dims - 1
+        elif style in ("embedding_rowwise", "grouped_gemm"):
+            cut = 0
+        elif style and style not in _WHOLE:
+            raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")
+        if cut is None or self.ranks == 1:
+            return ShardingSpec(dims)
+        size = shape[cut]
+        if style in _COLUMNS and _HEADS.fullmatch(name) and size % (self.ranks * self.head_dim):
+            raise LayoutError(
+                f"{name!r}: {size // self.head_dim} heads do not divide by {self.ranks} ranks; "
+                "transformers loads such a model, but cannot run it"
+            )
+        parts: tuple[Part, ...] = ()
+        if style in _PACKED:
+            if size % (2 * self.ranks):
+                raise LayoutError(f"{name!r}: {size // 2} rows do not divide by {self.ranks} ranks")
+            parts = (Part(size // 2), Part(size // 2))
+        return ShardingSpec(dims, {cut: DimSpec(("tp",), parts)})
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def plan_specs(config: Mapping[str, object], ranks: int, head_dim: int) -> TensorPlan:
+    """Return the plan of the installed transformers for a model; it is built without memory."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise LayoutError(
+            "the layout hf-tp is that of the installed transformers; install it"
+        ) from None
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    built = AutoConfig.for_model(str(config.get("model_type")), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    styles = {str(key): str(style) for key, style in dict(model.tp_plan).items()}
+    return TensorPlan(styles, ranks, max(1, head_dim))

@@ -7,8 +7,7 @@ from typing import Final
 
 from shardspec.errors import LayoutError
 from shardspec.families.family import family_of, forms_in
-from shardspec.resharding.map_file import form_of
-from shardspec.resharding.sizes import text_config
+from shardspec.resharding.map_file import form_of, text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 

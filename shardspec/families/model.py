@@ -8,9 +8,16 @@ from typing import Final, NamedTuple
 
 from shardspec.errors import LayoutError
 from shardspec.families.family import Family, Row, moe_layers
-from shardspec.resharding.map_file import Side, filled, placeholders
+from shardspec.resharding.map_file import (
+    Side,
+    config_sizes,
+    filled,
+    known_sizes,
+    placeholders,
+    text_config,
+    unknown_root,
+)
 from shardspec.resharding.name_map import Shape
-from shardspec.resharding.sizes import config_sizes, known_sizes, text_config, unknown_root
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 

@@ -9,9 +9,8 @@ from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, forms_in, shipped_family
 from shardspec.families.maps import spellings
 from shardspec.families.model import Model, Tensor
-from shardspec.resharding.map_file import bindings, filled, form_of, names_by_form
+from shardspec.resharding.map_file import bindings, filled, form_of, known_sizes, names_by_form
 from shardspec.resharding.name_map import Shape
-from shardspec.resharding.sizes import known_sizes
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 

@@ -15,7 +15,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout import placements as own
 from shardspec.layout.layout import Layout, OwnSpec, resolve_axes
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.spec import ShardingSpec, check_plain
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _resolved(
     Raises `LossyConversionError` for parts, blocks, and reductions other than `pending_ops`.
     """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
-    resolved.check_plain(library)
+    check_plain(resolved, library)
     for partial in resolved.partials:
         if partial.op not in pending_ops:
             only = ", only sums" if pending_ops else ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -10,22 +10,18 @@ from shardspec.comm.cost import CostModel, Links, models_on
 from shardspec.comm.steps import ReduceOp, Slice
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
-from shardspec.layout.dot import dot_text
 from shardspec.layout.layout import Layout, OwnSpec, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, communicating_moves, plan_of_moves
 from shardspec.layout.pricing import Prices, prices_to_search, states_of
 from shardspec.layout.search import cheapest_plan, too_many
 from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.table import CostTable, cost_table, pair_costs
-from shardspec.layout.transitions import priced_graph
+from shardspec.layout.transitions import dot_text, priced_graph
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import networkx as nx
-
-_MAX_REMEMBERED: Final = 1 << 18
-"""Costs that a converter remembers before it starts anew."""
 
 
 class LayoutConverter:
@@ -236,8 +232,6 @@ class LayoutConverter:
             target = source.with_spec(target)
         seconds = self._seconds.get((source, target))
         if seconds is None:
-            if len(self._seconds) >= _MAX_REMEMBERED:
-                self._seconds.clear()
             seconds = self._seconds[source, target] = self.plan(source, target).cost_seconds
         return seconds
 

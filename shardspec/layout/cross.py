@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import inf, prod
 from typing import Final, TypeAlias
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.cluster import Cluster, busiest_seconds, slowest_link
-from shardspec.comm.cost import CostModel, exchange_start, slower_axes
+from shardspec.comm.cost import CostModel, exchange_start, slower_axes, slowest_costs
 from shardspec.comm.steps import Exchange
 from shardspec.comm.transfers import distance_of, exchange_routes
 from shardspec.dtypes import item_bytes
@@ -110,7 +110,7 @@ def _crossing(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Exchange:
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     """Return the modeled seconds of an exchange; `model` is that of the `common_mesh`."""
-    _checked_mesh(before, after)
+    _check_devices(common_mesh(before.mesh, after.mesh))
     meshes, item = (before.mesh, after.mesh), item_bytes(before.dtype)
     ends = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
     return sum(_boxes_seconds(have, wanted, meshes, model, item) for have, wanted in ends)
@@ -125,7 +125,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
     if before.mesh == after.mesh and before.spec.is_plain and after.spec.is_plain:
         ids = ids[:: -(-len(ids) // MAX_EXACT_DEVICES)]
     else:
-        _checked_mesh(before, after)
+        _check_devices(common_mesh(before.mesh, after.mesh))
     cells = list(_cells(before, after))
 
     def lacking(device: int, old: LayoutCell, new: LayoutCell) -> int:
@@ -153,14 +153,12 @@ def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCe
         yield LayoutCell(before, cell), LayoutCell(after, cell)
 
 
-def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
-    mesh = common_mesh(before.mesh, after.mesh)
+def _check_devices(mesh: DeviceMesh) -> None:
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"the exchange between {before.spec} and {after.spec} is among {mesh.size():,} "
-            f"devices; exchanges are planned for up to {_MAX_DEVICES:,}"
+            f"an exchange is among {mesh.size():,} devices; exchanges are planned for up to "
+            f"{_MAX_DEVICES:,}"
         )
-    return mesh
 
 
 def _boxes_seconds(
@@ -217,8 +215,8 @@ def _pair_link(
         return cluster.link
     mesh = common_mesh(*meshes)
     at = {device: mesh.coordinates(device) for device in mesh.ids}
-    slowest = cache(model.slowest)
-    return lambda a, b: slowest(tuple(np.flatnonzero(np.not_equal(at[a], at[b])).tolist()))
+    costs = cache(partial(slowest_costs, model))
+    return lambda a, b: costs(tuple(np.flatnonzero(np.not_equal(at[a], at[b])).tolist()))
 
 
 def count_pieces(have: Boxes, wanted: Boxes) -> int:
@@ -288,11 +286,7 @@ def cheapest_crossing(
     """
     meshes = source.mesh, target.mesh
     mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
-    if mesh.size() > _MAX_DEVICES:
-        raise LayoutError(
-            f"the two meshes have {mesh.size():,} devices together; conversions between meshes are "
-            f"planned for up to {_MAX_DEVICES:,}"
-        )
+    _check_devices(mesh)
     leaving = _Side.every(source, models[0], leaving=True)
     arriving = _Side.every(target, models[1], leaving=False)
     work = len(leaving.cuts) * len(arriving.cuts) * mesh.size()
@@ -373,19 +367,21 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
     for _, (lo, hi) in sides:
         wanted *= hi - lo
     on_bus = model.link_model == "shared-bus"
-    amount = np.empty((len(leaving.cuts), len(arriving.cuts)))
+    # The fastest link to each device.
+    lines = np.min([[(link.latency_s, link.seconds_per_byte)] for link in model.links], axis=0)
+    if (cluster := _cluster_of(*meshes, model)) is not None:
+        hosts = set(map(cluster.host, meshes[0].ids))
+        near = [[cluster.host(device) in hosts] for device in meshes[1].ids]
+        lines = np.where(near, np.minimum(cluster.near, cluster.far), cluster.far)
+    item, start = item_bytes(leaving.layout.dtype), exchange_start(model)
+    least = np.empty((len(leaving.cuts), len(arriving.cuts)))
     for row in range(len(leaving.cuts)):
         kept = np.ones((len(arriving.cuts), len(places_in_both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
             kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
-        amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
-    numbers = [(link.latency_s, link.seconds_per_byte) for link in model.links]
-    if (cluster := _cluster_of(*meshes, model)) is not None:
-        hosts = [set(cluster.by_host(mesh.ids)) for mesh in meshes]
-        numbers = [cluster.far, *([cluster.near] if hosts[0] & hosts[1] else [])]
-    alpha, beta = map(min, zip(*numbers, strict=True))
-    alpha += exchange_start(model)
-    least: Floats = (amount > 0) * alpha + amount * item_bytes(leaving.layout.dtype) * beta
+        amount = lacking.sum(axis=1, keepdims=True) if on_bus else lacking
+        seconds = (amount > 0) * (lines[:, 0] + start) + amount * item * lines[:, 1]
+        least[row] = seconds.max(axis=1)
     return least

@@ -35,7 +35,7 @@ from shardspec.comm.steps import (
     Step,
 )
 from shardspec.errors import LayoutError
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.spec import ShardingSpec, check_plain
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -68,7 +68,7 @@ _SOURCES_AT_ONCE: Final = 24
 
 def state_of(spec: ShardingSpec) -> SpecState:
     """Return the state of a spec with numbered axes: `[S10,R|P2]` is ((1, 0), ()), ((2, sum),)."""
-    spec.check_plain("the transition graph")
+    check_plain(spec, "the transition graph")
     cuts = tuple(tuple(int(axis) for axis in cut.axes) for cut in spec.dim_specs)
     return cuts, tuple(sorted((int(p.axis), p.op) for p in spec.partials))
 

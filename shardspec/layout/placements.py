@@ -19,12 +19,15 @@ from typing import Any, Final, NamedTuple, TypeAlias, get_args
 from shardspec.boxes import split_interval
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec, check_plain
 from shardspec.mesh.device_ids import whole_number
 from shardspec.text import counted, shown
 
 _MODULE: Final = "torch.distributed.tensor.placement_types"
-_OPS: Final[Mapping[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
+REDUCE_OPS: Final[Mapping[str, ReduceOp]] = {
+    **{op: op for op in get_args(ReduceOp)},
+    "product": "prod",
+}
 
 
 class Split(NamedTuple):
@@ -78,8 +81,8 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
         if dim is None:
             raise LayoutError(f"{placement!r}: a dim is a whole number")
         return Split(dim, factor)
-    if kind is types.Partial and placement.reduce_op in _OPS:
-        return _OPS[placement.reduce_op]
+    if kind is types.Partial and placement.reduce_op in REDUCE_OPS:
+        return REDUCE_OPS[placement.reduce_op]
     raise LossyConversionError(
         f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
         "Partial of sum, avg, min, max or product first"
@@ -98,7 +101,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
     for dim, cut in enumerate(spec.dim_specs):
         parts = _parts(sum(part.size for part in cut.parts), len(cut.parts))
         if not cut.is_plain and (cut.block > 1 or len(cut.axes) > 1 or parts != cut.parts):
-            spec.check_plain("torch's placements")
+            check_plain(spec, "torch's placements")
         axes = [int(axis) for axis in cut.axes]
         for place, axis in enumerate(axes):
             before = prod(mesh_shape[other] for other in axes[:place] if other > axis)

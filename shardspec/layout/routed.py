@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, exchange_start, pair_line, slower_axes
+from shardspec.comm.cost import CostModel, exchange_start, pair_line, slower_axes, slowest_costs
 from shardspec.layout.graph import Floats, Ints
 
 Sides: TypeAlias = tuple[Ints, Ints]
@@ -239,7 +239,7 @@ class Routing:
         fixed, slope = np.zeros((2, 2, len(targets), len(self._rows)))
         slowest = np.zeros((2, len(targets)))
         for which in range(2):
-            costs = [model.slowest([axis])[which] for axis in self._axes]
+            costs = [slowest_costs(model, [axis])[which] for axis in self._axes]
             before = own
             for cost in sorted(set(costs)):
                 now = reached(sum(1 << axis for axis in self._axes if costs[axis] <= cost))

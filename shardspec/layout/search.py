@@ -1,6 +1,9 @@
-"""The search for the cheapest plan, on one mesh or across two."""
+"""The search for the cheapest plan, on one mesh or across two, and the naive plan.
 
-from collections.abc import Sequence
+The naive plan finishes reductions, gathers everything, then slices.
+"""
+
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from math import inf
@@ -9,12 +12,12 @@ from typing import Final
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import Permute, Slice, Step
+from shardspec.comm.steps import AllGather, AllReduce, Permute, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
+from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.naive import finishing_moves, naive_moves
 from shardspec.layout.plan import ConversionPlan, Move, plan_of_moves
 from shardspec.layout.pricing import (
     changed_axes,
@@ -24,6 +27,7 @@ from shardspec.layout.pricing import (
     states_of,
     step_lines,
 )
+from shardspec.layout.spec import ShardingSpec
 
 _MAX_EDGES: Final = 100_000
 """The most steps that one search through a large graph examines; about a second."""
@@ -183,3 +187,56 @@ def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
         else:
             joined.append((step, layout))
     return joined
+
+
+def naive_plan(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> ConversionPlan:
+    """Return the plan that all-reduces, all-gathers every sharded dim, and slices to the target.
+
+    To another mesh, the gathered tensor crosses whole and is sliced on the target's mesh.
+    Reductions that are pending in the target too stay pending.
+    """
+    moves: list[Move] = []
+    if source.mesh != target.mesh:
+        whole = ShardingSpec(source.spec.dims)
+        gathered = target.with_spec(whole)
+        moves += naive_moves(source, whole, model)
+        moves.append((exchange_to(source, gathered, model, target_model), gathered))
+        moves += naive_moves(gathered, target.spec, target_model or model)
+    elif source != target:
+        moves += naive_moves(source, target.spec, model)
+    return plan_of_moves(source, moves, model, target_model)
+
+
+def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:
+    """Yield moves that finish reductions, gather every sharded dim and slice to the target."""
+    for step, layout in finishing_moves(source, target):
+        yield step, layout
+        source = layout
+    spec = source.spec
+    if not (spec.is_plain and target.is_plain):
+        for after in (ShardingSpec(spec.dims, partial=spec.partial), target):
+            if after != spec:
+                reached = source.with_spec(after)
+                yield exchange_to(source, reached, model), reached
+                spec = after
+        return
+    for dim, cut in enumerate(state_of(spec)[0]):
+        if cut:
+            spec = spec.with_dims({dim: ()})
+            yield AllGather(dim, cut), source.with_spec(spec)
+    for dim, cut in enumerate(state_of(target)[0]):
+        if cut:
+            spec = spec.with_dims({dim: cut})
+            yield Slice(dim, cut), source.with_spec(spec)
+
+
+def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
+    """Yield moves that all-reduce what is pending in the source but not in the target."""
+    spec = source.spec
+    ending = [pending for pending in spec.partials if pending not in target.partials]
+    for op in sorted({pending.op for pending in ending}):
+        axes = tuple(int(pending.axis) for pending in ending if pending.op == op)
+        spec = spec.without_partial(axes)
+        yield AllReduce(axes, op), source.with_spec(spec)

@@ -264,11 +264,6 @@ class ShardingSpec:
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
-    def sharding_sequence(self) -> list[DimSpec]:
-        """One `DimSpec` per tensor dim, as Colossal-AI calls it."""
-        return list(self.dim_specs)
-
-    @property
     def partial(self) -> dict[Axis, ReduceOp]:
         """Mesh axis to the operation of the reduction pending over it."""
         return {p.axis: p.op for p in self.partials}
@@ -283,13 +278,6 @@ class ShardingSpec:
     def is_plain(self) -> bool:
         """True if no dim has parts or blocks."""
         return all(cut.is_plain for cut in self.dim_specs)
-
-    def check_plain(self, what: str) -> None:
-        """Raise `LossyConversionError` where a dim has parts or blocks, which `what` lacks."""
-        if not self.is_plain:
-            plain = ShardingSpec(self.dims, self.dim_partition_dict, partial=self.partial)
-            problem = f"{self} cuts by parts or blocks, which {what} cannot say"
-            raise LossyConversionError(f"{problem}; redistribute to {plain} first")
 
     def with_axes(self, rename: Callable[[Axis], Axis]) -> "ShardingSpec":
         """Return the spec with other names or numbers for its axes."""
@@ -317,6 +305,14 @@ class ShardingSpec:
         done = set(self.partial if axes is None else axes)
         pending = {axis: op for axis, op in self.partial.items() if axis not in done}
         return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)
+
+
+def check_plain(spec: ShardingSpec, what: str) -> None:
+    """Raise `LossyConversionError` where a dim has parts or blocks, which `what` lacks."""
+    if not spec.is_plain:
+        plain = ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial)
+        problem = f"{spec} cuts by parts or blocks, which {what} cannot say"
+        raise LossyConversionError(f"{problem}; redistribute to {plain} first")
 
 
 def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) -> None:

@@ -312,9 +312,9 @@ class DeviceMesh:
         if not kept:
             raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
         first = self.id_at([at.get(axis, 0) for axis in range(self.ndim)])
-        return self.slice_with(first, kept)
+        return self._slice_with(first, kept)
 
-    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
+    def _slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
         """Return the mesh along `axes`, in this order, that contains a device."""
         kept: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
@@ -361,7 +361,7 @@ class DeviceMesh:
         from shardspec.mesh.job import rank_in
 
         what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
-        return self.slice_with(rank_in(self, what), axes)
+        return self._slice_with(rank_in(self, what), axes)
 
     def flatten(self, mesh_dim_name: str | None = None) -> "DeviceMesh":
         """Return a mesh of the same devices along one axis, with the slowest link of all axes.
@@ -389,10 +389,6 @@ class DeviceMesh:
         from shardspec.mesh.job import group_along
 
         return group_along(self, number)
-
-    def get_all_groups(self) -> "list[dist.ProcessGroup]":
-        """Return the calling rank's group along every axis."""
-        return [self.get_group(axis) for axis in range(self.ndim)]
 
     def get_rank(self) -> int:
         """Return the calling rank's number in the job, whether or not it is in this mesh."""

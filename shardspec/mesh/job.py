@@ -33,7 +33,6 @@ class _Mesh(Protocol):
     def axis_names(self) -> tuple[str, ...] | None: ...
     def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]: ...
     def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]: ...
-    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "_Mesh": ...
 
 
 @dataclass(eq=False)
@@ -307,7 +306,10 @@ def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None
         names = root.axis_names or ()
         axes = [names.index(name) for name in own if name in names]
         larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
-        if larger and rank in root.ids and _grid(mesh) == _grid(root.slice_with(rank, axes)):
+        if not (larger and rank in root.ids):
+            continue
+        shape = tuple(root.shape[axis] for axis in axes)
+        if (mesh.ids, mesh.shape) == (root.group(rank, axes), shape):
             return to_torch(root, device_type)[own]
     return None
 

@@ -46,17 +46,15 @@ from shardspec.resharding.map_file import (
     NamesByForm,
     Side,
     bindings,
+    check_model_type,
     check_pattern,
+    config_sizes,
     filled,
+    in_words_of_config,
+    known_sizes,
     names_by_form,
     placeholders,
     read_map,
-)
-from shardspec.resharding.sizes import (
-    check_model_type,
-    config_sizes,
-    in_words_of_config,
-    known_sizes,
     unknown_root,
 )
 from shardspec.resharding.views import (

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, overload
 
@@ -20,6 +20,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape, padding
 from shardspec.resharding.rows import Declared, End, FileRegion, Rows, transfer_rows
 from shardspec.resharding.stages import (
+    MoveKind,
     StateCopies,
     StoredLayout,
     TensorMove,
@@ -112,18 +113,21 @@ class ReshardPlan:
         """Hash of the plan, in hexadecimal: equal plans have equal digests."""
         names = self.values, self.padded, self.dropped, *self.quantized
         digest = hashlib.sha256(repr((self.max_bytes, *names, self.links)).encode())
-        layouts = {layout for move in self.moves for layout in (move.source, move.target)}
-        texts = {layout: repr(_facts(layout)) for layout in layouts}
-        for move in self.moves:
-            ends = texts[move.source], texts[move.target]
-            digest.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
+        facts = cache(lambda layout: hashlib.sha256(repr(_facts(layout)).encode()).digest())
+        for (source, target, view), places in self._kinds.items():
+            moved = [(self.moves[n].source_name, self.moves[n].target_name) for n in places]
+            digest.update(repr((facts(source), facts(target), view, moved)).encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _kinds(self) -> dict[MoveKind, list[int]]:
+        return kinds_of(self.moves)
 
     @cached_property
     def copies(self) -> StateCopies:
         """Copies of boxes: the devices, and who sends what to whom in which stage."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
-        return state_copies(*named, self.max_bytes, self.links)
+        return state_copies(*named, self._kinds, self.max_bytes, self.links)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -429,9 +433,10 @@ def plan_state(
     plan = ReshardPlan(
         tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind), links=links
     )
-    cluster_of_moves(moves, links)  # raises where links do not fit the meshes
-    for places in kinds_of(moves).values():
-        check_move(moves[places[0]])
+    examples = [moves[places[0]] for places in plan._kinds.values()]
+    cluster_of_moves(examples, links)  # raises where links do not fit the meshes
+    for move in examples:
+        check_move(move)
     if bound is not None:
         _ = plan.copies  # raises where it is too small
     return plan

@@ -5,11 +5,11 @@ come in up to three stages, so that bytes enter a host once and are passed on, b
 inside them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
+from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
@@ -39,6 +39,14 @@ _MANY_COPIES: Final = 2_000_000
 _COPY_SECONDS: Final = 5e-6
 _COPY_BYTES: Final = 380
 """As measured from 4,096 devices to as many others, all to all."""
+
+
+_LITTLE: Final = 1e-3
+"""The fraction of a plan's seconds for which more stages are not tried."""
+_FEW: Final = 1e-2
+"""The same of its bytes between hosts."""
+_FEW_COPIES: Final = 2000
+"""Copies up to which every way to make them is priced box by box."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -170,6 +178,7 @@ def state_copies(
     padded: tuple[str, ...],
     dropped: tuple[str, ...],
     digest: str,
+    kinds: Mapping[MoveKind, Sequence[int]],
     max_bytes: int,
     links: Links | None,
 ) -> StateCopies:
@@ -177,20 +186,18 @@ def state_copies(
 
     Raises LayoutError if `max_bytes` is too small for messages with all peers at once.
     """
-    cluster, files = cluster_of_moves(moves, links), files_of(moves)
-    devices = tuple(sorted(files.union(*(mesh.ids for mesh in meshes_of(moves)))))
+    examples = [moves[places[0]] for places in kinds.values()]
+    cluster, files = cluster_of_moves(examples, links), files_of(examples)
+    devices = tuple(sorted(files.union(*(mesh.ids for mesh in meshes_of(examples)))))
     kept: list[Copy] = []
     lacking: list[Copy] = []
-    for copy in _needed(moves):
+    for copy in _needed(moves, kinds):
         (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
-    ways: list[tuple[PlanStage, ...]] = [(PlanStage(lacking),)]
-    if _count_hosts(devices, files, cluster) > 1 and _have_choice(lacking, cluster):
+    stages: tuple[PlanStage, ...] = (PlanStage(lacking),)
+    if _count_hosts(devices, files, cluster) > 1:
         # What is passed on is in the target by then.
         widths = [item_bytes(move.target.dtype) for move in moves]
-        ways[:0] = staged(lacking, cluster, widths.__getitem__)
-    stages = ways[0]
-    if len(ways) > 1:
-        stages = min(ways, key=lambda way: _seconds(way, devices, files, cluster))
+        stages = _cheapest_stages(stages[0], cluster, widths.__getitem__)
     traffic = sum((Counter(stage.traffic) for stage in stages), Counter[tuple[int, int]]())
     most = min(max(1, *(stage.most_peers for stage in stages)), _MAX_PEERS)
     # Twice: a bucket is filled while the one before it is on its way.
@@ -202,15 +209,6 @@ def state_copies(
         )
     named = moves, values, padded, dropped, digest
     return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
-
-
-def _have_choice(copies: Sequence[Copy], cluster: Cluster) -> bool:
-    """Return whether a box goes to several devices, or is on several hosts."""
-    several = cache(lambda devices: len(cluster.by_host(devices)) > 1)
-    # Copies of the same box follow each other.
-    return any(several(copy.holders) for copy in copies) or any(
-        one.box == other.box and one.places == other.places for one, other in pairwise(copies)
-    )
 
 
 def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
@@ -227,12 +225,12 @@ def _seconds(
     return sum((cluster.start_s + stage.seconds(link, cluster, files) for stage in moving), 0.0)
 
 
-def _needed(moves: Sequence[TensorMove]) -> Iterator[Copy]:
+def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]) -> Iterator[Copy]:
     """Yield what devices need; what a device has already it copies from itself."""
     # Experts of a layer differ in who has their boxes alone.
     holders = lru_cache(64)(_holders)
     overlapping = lru_cache(16)(lambda have, want: list(overlaps(have, want)))
-    for (source, target, view), places in kinds_of(moves).items():
+    for (source, target, view), places in kinds.items():
         view = view or identity_view(source.global_shape)
         axes, width = len(view.shape), item_bytes(moves[places[0]].wire_dtype)
         have, want = holders(source, view.source, axes), holders(target, view.target, axes)
@@ -367,7 +365,7 @@ class PlanStage:
         return self._streams[device]
 
 
-class _Far(NamedTuple):
+class Far(NamedTuple):
     """One box that some hosts lack."""
 
     copy: Copy
@@ -378,42 +376,108 @@ class _Far(NamedTuple):
     """The host that gets the box first and passes it on; None if the source sends it to each."""
 
 
-def staged(
-    copies: Iterable[Copy], cluster: Cluster, width_of: Callable[[int], int]
-) -> list[tuple[PlanStage, ...]]:
-    """Return ways to make the same copies in stages, so that each byte enters a host once.
+def _cheapest_stages(
+    direct: PlanStage, cluster: Cluster, width_of: Callable[[int], int]
+) -> tuple[PlanStage, ...]:
+    """Return the stages in which the copies of one stage take least time."""
+
+    def price(stages: Iterable[PlanStage]) -> float:
+        return _seconds(stages, (), frozenset(), cluster)
+
+    (copies,) = direct.groups
+    near, far = near_and_far(copies, cluster)
+    holders = {copy.holders for copy in copies}
+    if len(near) + len(far) == len(copies) and all(len(ids) == 1 for ids in holders):
+        return (direct,)  # each box goes from one device to one
+    seconds, priced = price([direct]), (near, far)
+    if len(copies) > _FEW_COPIES:
+        priced = _merged(near, far, width_of)
+        crossing = sum(size for pair, size in direct.traffic.items() if cluster.crosses(*pair))
+        least = sum(item.copy.num_bytes * len(item.receivers) for item in far)
+        bound = _least_seconds(priced[1], cluster)
+        if crossing <= (1 + _FEW) * least and seconds <= (1 + _LITTLE) * bound:
+            return (direct,)
+    ways = [(False, False)]
+    if any(len(cluster.by_host(ids)) > 1 for ids in holders):
+        ways.insert(0, (False, True))
+    if any(len(item.receivers) > 1 for item in far):
+        ways = [(True, from_one_host) for _, from_one_host in ways] + ways
+    prices = [price(in_stages(*priced, cluster, width_of, *way)) for way in ways]
+    stages = in_stages(near, far, cluster, width_of, *ways[prices.index(min(prices))])
+    return stages if price(stages) <= seconds else (direct,)
+
+
+def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], list[Far]]:
+    """Return the copies inside hosts that have the box, and the boxes that other hosts lack."""
+    by_host = cache(cluster.by_host)
+    near: list[Copy] = []
+    far: list[Far] = []
+    # Copies of the same box follow each other.
+    for _, group in groupby(copies, key=lambda copy: (copy.box, copy.places)):
+        first, *others = group
+        holders = by_host(first.holders)
+        receivers = by_host((first.receiver, *(copy.receiver for copy in others)))
+        lacking = {host: ids for host, ids in receivers.items() if host not in holders}
+        for host in receivers.keys() - lacking.keys():
+            inside = first._replace(holders=holders[host])
+            near += [inside._replace(receiver=receiver) for receiver in receivers[host]]
+        if lacking:
+            far.append(Far(first, lacking))
+    return near, far
+
+
+def _merged(
+    near: Iterable[Copy], far: Iterable[Far], width_of: Callable[[int], int]
+) -> tuple[list[Copy], list[Far]]:
+    """Return one copy for all boxes of the same holders and receivers, to price them together."""
+    inside: Counter[tuple[Holders, int]] = Counter()
+    for copy in near:
+        inside[copy.holders, copy.receiver] += copy.num_bytes
+    totals: Counter[tuple[object, ...]] = Counter()
+    example: dict[tuple[object, ...], Far] = {}
+    for item in far:
+        copy = item.copy
+        place = copy.places[0]
+        key = copy.holders, tuple(item.receivers.values()), copy.item_bytes, width_of(place)
+        totals[key] += copy.num_bytes // copy.item_bytes
+        example.setdefault(key, item)
+    return [Copy(((0, size),), *ends) for ends, size in inside.items()], [
+        item._replace(copy=item.copy._replace(box=((0, totals[key]),), places=item.copy.places[:1]))
+        for key, item in example.items()
+    ]
+
+
+def _least_seconds(far: Iterable[Far], cluster: Cluster) -> float:
+    """Return a lower bound of the time in which hosts receive what they lack, once."""
+    received = defaultdict[object, float](float)
+    for item in far:
+        for host, ids in item.receivers.items():
+            share = 1 if cluster.shares_ports else len(ids)
+            received[host if cluster.shares_ports else ids] += item.copy.num_bytes / share
+    return cluster.far[1] * max(received.values(), default=0)
+
+
+def in_stages(
+    near: Sequence[Copy],
+    far: Sequence[Far],
+    cluster: Cluster,
+    width_of: Callable[[int], int],
+    passed_on: bool,
+    from_one_host: bool,
+) -> tuple[PlanStage, ...]:
+    """Return copies in stages, so that each byte enters a host once.
 
     A host whose own devices have a box copies it inside. What several devices of a host need from
-    elsewhere is divided among them, and each passes its part on inside. In some ways, what several
-    hosts need leaves the source once: every host gets a part of it first, and passes this on to the
-    others, so that hosts share the sending evenly. In some the busiest host sends least, in others
-    the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
+    elsewhere is divided among them, and each passes its part on inside. If `passed_on`, boxes that
+    several hosts need leave the source once: every host gets a part first, and passes it on to the
+    others, so that hosts share the sending evenly. If `from_one_host`, the busiest host sends
+    least, else the busiest device. `width_of` returns the bytes of an element of a tensor in the
+    target.
     """
-    needed: dict[tuple[int, Box], list[Copy]] = {}
-    for copy in copies:
-        needed.setdefault((copy.places[0], copy.box), []).append(copy)
-    near: list[Copy] = []
-    far: list[_Far] = []
-    for same in needed.values():
-        holders = cluster.by_host(same[0].holders)
-        receivers: dict[int, Holders] = {}
-        for copy in same:
-            host = cluster.host(copy.receiver)
-            if host in holders:
-                near.append(copy._replace(holders=holders[host]))
-            else:
-                receivers[host] = (*receivers.get(host, ()), copy.receiver)
-        if receivers:
-            far.append(_Far(same[0], receivers))
-    ways = [list(_with_centers(far, cluster)), far]
-    ways = [*(list(_from_one_host(way, cluster)) for way in ways), *ways]
-    return [_stages_of(near, way, width_of) for way in ways]
-
-
-def _stages_of(
-    near: Sequence[Copy], far: Iterable[_Far], width_of: Callable[[int], int]
-) -> tuple[PlanStage, ...]:
-    """Return copies inside hosts, and of boxes that hosts lack, in stages."""
+    if passed_on:
+        far = list(_with_centers(far, cluster))
+    if from_one_host:
+        far = list(_from_one_host(far, cluster))
     across: list[Copy] = []
     passed: list[Copy] = []
     inside: tuple[list[Copy], list[Copy]] = [], []
@@ -463,7 +527,7 @@ def _shared(
         yield [(copy._replace(places=places, box=box), at) for (at, box), places in shares.items()]
 
 
-def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
+def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
     """Yield parts of boxes that several hosts need, each with the host that passes it on.
 
     A box that goes to n hosts is sent n times: once by a host that has it, and n - 1 times by any.
@@ -486,15 +550,15 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
         for (box, holders, receiver, places, _), host in parts:
             copy = Copy(box, holders, receiver, places, item.copy.item_bytes)
             if host not in hosts:
-                yield _Far(copy, item.receivers, host)
+                yield Far(copy, item.receivers, host)
                 continue
             # The first time it may come from any host that has it.
             first, *others = item.receivers.items()
-            yield _Far(copy, dict([first]))
-            yield _Far(copy._replace(holders=cluster.by_host(holders)[host]), dict(others))
+            yield Far(copy, dict([first]))
+            yield Far(copy._replace(holders=cluster.by_host(holders)[host]), dict(others))
 
 
-def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
+def _from_one_host(far: Sequence[Far], cluster: Cluster) -> Iterator[Far]:
     """Yield parts of boxes, each of which one host sends; the busiest host sends least."""
     items = [(item.copy, tuple(sorted(cluster.by_host(item.copy.holders)))) for item in far]
     times = [1 if item.center is not None else len(item.receivers) for item in far]

@@ -34,7 +34,10 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
     """
     if isinstance(state, Mapping) and state and len(path) < MAX_DEPTH:
         for key, value in state.items():
-            yield from leaves(value, (*path, key))
+            if isinstance(value, Layout):  # without a generator, as there may be thousands
+                yield (*path, key), value
+            else:
+                yield from leaves(value, (*path, key))
     elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < MAX_DEPTH:
         for place, value in enumerate(state):
             yield from leaves(value, (*path, Place((place,))))
@@ -69,7 +72,7 @@ def dotted_name(path: Sequence[object]) -> str:
     >>> dotted_name(("model", "layers", Place((0,)), "weight"))
     'model.layers.0.weight'
     """
-    return ".".join(str(key[0] if isinstance(key, Place) else key) for key in path)
+    return ".".join([str(key[0] if isinstance(key, Place) else key) for key in path])
 
 
 def keys_text(path: Sequence[object]) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shardspec.errors import LayoutError
 from shardspec.mesh.device_ids import whole_numbers
-from shardspec.resharding.map_file import Binding, Side, filled, placeholders
+from shardspec.resharding.map_file import Binding, Side, filled, known_sizes, placeholders
 from shardspec.resharding.name_map import (
     Equation,
     NameMap,
@@ -28,7 +28,6 @@ from shardspec.resharding.name_map import (
     target_shapes,
     unused_parts,
 )
-from shardspec.resharding.sizes import known_sizes
 from shardspec.resharding.views import Factor, TensorView
 from shardspec.text import Argument, first_of, shown
 

@@ -20,9 +20,10 @@ from shardspec.checkpoint.catalog import (
     FileMetadata,
     StoredObject,
 )
+from shardspec.checkpoint.convert.select import Choice
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.quantization.quantize import Quantize
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.reading import Snapshot
 
 MESH = DeviceMesh(range(2))
@@ -34,6 +35,8 @@ VIEWS = {
     "Assembled": lambda kind, base: kind(base, {"new": (base, "a")}),
     "DequantizedCatalog": lambda kind, base: kind(base, {}, (), "bfloat16"),
     "QuantizedCatalog": lambda kind, base: kind(base, (), (), Quantize("fp8-128x128"), None),
+    "SummedCatalog": lambda kind, base: kind([base], ["a"], Choice(include="*")),
+    "AdaptedCatalog": lambda kind, base: kind(base, base, {}),
     "DeltaCatalog": lambda kind, base: kind(base, {}, [SimpleNamespace(digest=None)]),
 }
 # What names tensors, and so differs where names do.
@@ -70,6 +73,8 @@ def test_every_fact_goes_through_every_view(tmp_path):
         filled=("b",),
         dropped={"x": (1,)},
         keeps_dtype=frozenset({"a"}),
+        summed=("a note",),
+        differing=frozenset({"step"}),
         quantization={"quant_method": "fp8"},
     )
     names = [field.name for field in fields(CheckpointFacts)]

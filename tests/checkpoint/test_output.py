@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardspec import DeviceMesh
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.consensus import Failure, agree
 from shardspec.errors import CheckpointError, OutputExistsError

@@ -17,8 +17,7 @@ from shardspec import (
     save_sharded,
 )
 from shardspec.checkpoint.convert.select import mapped
-from shardspec.checkpoint.job.load_plan import plan_stored
-from shardspec.checkpoint.job.rows import file_regions
+from shardspec.checkpoint.job.load_plan import file_regions, plan_stored
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.rows import transfer_rows

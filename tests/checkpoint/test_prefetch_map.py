@@ -1,14 +1,12 @@
 """Looking into several files at once: in their order, and with nothing left over."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event, Thread, get_ident
 from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.object_store import ObjectPath
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.errors import CheckpointError
 
@@ -84,47 +82,6 @@ def test_an_error_comes_when_it_is_its_turn():
     assert found == [0]
 
 
-def test_nobody_waits_for_what_had_no_turn():
-    begun, goes_on = Event(), Event()
-
-    def look(item):
-        if item == 3:
-            begun.set()
-            assert goes_on.wait(WAIT_S)
-        return str(item)
-
-    with prefetch_map(range(9), look, 3) as answers:
-        assert [next(answers), next(answers)] == ["0", "1"]
-        assert begun.wait(WAIT_S)
-    # Three is still being looked at.
-    assert not goes_on.is_set()
-    goes_on.set()
-    for worker in workers():
-        worker.join(WAIT_S)
-        assert not worker.is_alive()
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_ends_it(at):
-    forever = Event()
-
-    def look(item):
-        if item >= at:
-            forever.wait(WAIT_S)
-        return item
-
-    def interrupted():
-        with prefetch_map(range(9), look, 3) as found:
-            next(found)
-            raise KeyboardInterrupt
-
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert time.monotonic() - started < WAIT_S / 2
-    forever.set()
-
-
 def workers():
     return [
         thread for thread in enumerate_threads() if thread.name.startswith("shardspec-prefetch")
@@ -166,11 +123,3 @@ def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path)
     assert storage_path(tmp_path).files_ahead(local=3) == 3
     assert storage_path(counted).files_ahead(local=3) == 0
     assert storage_path("together://x").files_ahead(local=3) == 7
-
-
-def test_threads_have_one_store_where_it_is_made_for_that():
-    # As fsspec makes one for each thread, in older versions.
-    new, own = ObjectPath("new://models/x"), ObjectPath("counted://models/x")
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: new.store).result() is new.store is (new.parent / "y").store
-        assert other.submit(lambda: own.store).result() is not own.store

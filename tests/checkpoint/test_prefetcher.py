@@ -15,7 +15,7 @@ from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sh
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.object_store import RangePrefetcher
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -24,7 +24,6 @@ from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import FORMS, STATE, CountingStore, SharedStore, upload
 
 MIB = 1 << 20
-GAP = 64 << 10
 DATA = np.random.default_rng(0).bytes(40 * MIB)
 
 
@@ -48,87 +47,6 @@ def requests(count):
 
 def stretches(*found):
     return [FileStretch(path, start, num_bytes) for path, start, num_bytes in found]
-
-
-def prefetcher(paths, *found, **options):
-    return RangePrefetcher(paths[0].store, stretches(*found), **options)
-
-
-def test_what_lies_near_is_one_request_and_what_is_long_several(files):
-    a, b, c = files
-    # The file in between and a gap of 64 KiB make no difference.
-    parts = [
-        *((a, 0, MIB), (a, MIB, MIB), (c, 200, 5), (a, 2 * MIB + GAP, 5), (c, 206 + GAP, 5)),
-        *((c, 190, 3), (b, 7, 5 * MIB)),
-    ]
-    due = {
-        (a, 0): 2 * MIB + GAP + 5,
-        (c, 190): 15,
-        (c, 206 + GAP): 5,
-        (b, 7): 4 * MIB,
-        (b, 7 + 4 * MIB): MIB,
-    }
-    planned = prefetcher(files, *parts)
-    assert sorted(requests(len(due))) == sorted(due.values())
-    for (path, start), size in due.items():
-        assert planned.find(path, start) == (start, DATA[start : start + size])
-        assert planned.find(path, start + size - 1) == (start, DATA[start : start + size])
-    for gone in ((a, 3 * MIB), (c, 189), (b, 6), (b, 7 + 5 * MIB)):
-        assert planned.find(*gone) is None
-    planned.close()
-
-
-def test_what_is_read_twice_is_asked_for_once(files):
-    a, b, _ = files
-    planned = prefetcher(files, (a, 0, 100), (b, 0, 9), (a, 50, 20), (a, 60, 90))
-    assert sorted(requests(2)) == [9, 150]
-    assert planned.find(a, 149) == (0, DATA[:150])
-
-
-@pytest.mark.parametrize(("most", "count"), [(24 * MIB, 6), (12 * MIB, 3), (1, 3)])
-def test_so_much_is_under_way_and_no_more(files, most, count):
-    a, b, _ = files
-    parts = [(path, at * 5 * MIB, 4 * MIB) for at in range(4) for path in files]
-    planned = prefetcher(files, *parts, max_bytes=most)
-    batch = count // 3
-    assert requests(count) == [4 * MIB] * count
-    time.sleep(0.05)
-    assert len(CountingStore.requests) == count
-    # What is read first lets no more be asked for; what is read after its batch does.
-    assert planned.find(a, 5) == (0, DATA[: 4 * MIB])
-    time.sleep(0.05)
-    assert len(CountingStore.requests) == count
-    place, start = parts[batch][:2]
-    assert planned.find(place, start) == (start, DATA[start : start + 4 * MIB])
-    assert requests(count + batch) == [4 * MIB] * (count + batch)
-    # What should have been read before is let go.
-    assert planned.find(a, 0) is None
-    planned.close()
-    assert planned.find(b, 0) is None
-
-
-def test_small_stretches_are_asked_for_together(files):
-    parts = [(path, at * 2 * GAP, 3) for at in range(300) for path in files]
-    planned = prefetcher(files, *parts)
-    assert requests(900) == [3] * 900
-    assert planned.find(*parts[-1][:2]) == (299 * 2 * GAP, DATA[299 * 2 * GAP :][:3])
-
-
-def test_bytes_are_taken_from_the_plan_and_others_are_asked_for(files):
-    a, b, _ = files
-    wanted = [(a, 5, 3 * MIB), (b, 0, MIB), (a, 30 * MIB, MIB), (b, MIB, MIB)]
-    with OpenFiles() as opened:
-        assert opened.file(a).read(0, 5) == DATA[:5]
-        opened.will_read(a.parent, stretches(*wanted))
-        requests(4)
-        for path, start, num_bytes in wanted:
-            for at in range(start, start + num_bytes, MIB):
-                assert opened.file(path).read(at, MIB) == DATA[at : at + MIB]
-        assert len(CountingStore.requests) == 4
-        # What was not planned is asked for.
-        for count, start in ((5, 9 * MIB), (6, 20 * MIB)):
-            assert opened.file(b).read(start, 7) == DATA[start : start + 7]
-            assert len(CountingStore.requests) == count
 
 
 def test_a_plan_that_fails_ends(files):
@@ -280,19 +198,6 @@ def test_files_are_looked_into_side_by_side(many, forms, tmp_path):
         state = {"w": STATE["n"]} if form == "megatron" else STATE
         assert_same(read_whole(f"{url}/{form}", **FORMS[form]), state)
     SharedStore.store.clear()
-
-
-def test_small_tensors_come_together(shared, tmp_path):
-    mesh = DeviceMesh(range(4), (4,))
-    state = {f"t{at:03d}": torch.arange(64.0) + at for at in range(300)}
-    save_sharded({n: DTensor(v, mesh, "[S0]") for n, v in state.items()}, tmp_path / "own")
-    upload(tmp_path / "own", shared)
-    source = open_checkpoint(shared)
-    CountingStore.requests.clear()
-    merge(source, tmp_path / "out.safetensors")
-    # Of each file twice, though there are 1200 boxes: 1024 are looked at together.
-    assert sorted(requests(8)) == [44 * 64] * 4 + [256 * 64] * 4
-    assert_same(load_file(tmp_path / "out.safetensors"), state)
 
 
 def test_headers_that_are_there_are_not_asked_for_again(forms, shared):

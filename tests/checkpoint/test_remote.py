@@ -11,12 +11,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.object_store import MAX_REQUEST_BYTES, ObjectPath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
@@ -80,28 +79,6 @@ def test_a_shard_is_read_and_not_the_whole(counted):
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
     assert max(CountingStore.requests) <= MAX_REQUEST_BYTES
-
-
-def test_columns_are_asked_for_a_block_at_a_time(counted):
-    """Boxes of one file are read by turns: of each, what a block needs of it, and no byte more."""
-    rows, columns = 4096, 8192
-    whole = np.random.default_rng(0).integers(0, 256, (rows, columns), np.uint8)
-    path = storage_path(f"{counted}/x")
-    halves = (whole[:, : columns // 2], whole[:, columns // 2 :])
-    fsspec.filesystem("counted").pipe_file(str(path), b"".join(half.tobytes() for half in halves))
-    boxes = tuple(
-        StoredBox(((0, rows), (lo, lo + columns // 2)), (), 0, path, lo * rows)
-        for lo in (0, columns // 2)
-    )
-    tensor = StoredTensor("w", whole.shape, "uint8", None, (), boxes)
-    out = np.zeros(whole.size, np.uint8)
-    buffers = Buffers()
-    CountingStore.requests.clear()
-    with OpenFiles() as files:
-        read_box_into(tensor, ((0, rows), (0, columns)), out.data, files, buffers)
-    assert (out.reshape(whole.shape) == whole).all()
-    blocks = whole.size // len(buffers.block)
-    assert CountingStore.requests == [len(buffers.block) // 2] * 2 * blocks
 
 
 def test_many_files_keep_little(counted):

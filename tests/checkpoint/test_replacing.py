@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.writers.states import save

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.formats.safetensors import encode_header, read_header
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.errors import CheckpointError
 
 GOOD = {

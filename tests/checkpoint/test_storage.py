@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.object_store import ObjectPath
 from shardspec.checkpoint.storage.path import StoragePath
@@ -43,7 +43,7 @@ def imports_fsspec(node):
 
 
 def test_nobody_asks_which_storage_a_path_is_of():
-    assert using(asks_for_a_storage) == {"checkpoint/storage/from_text.py"}
+    assert using(asks_for_a_storage) == {"checkpoint/storage/__init__.py"}
 
 
 def test_only_object_stores_know_fsspec():
@@ -56,7 +56,7 @@ def test_a_storage_is_imported_by_the_modules_that_choose_it():
     def imports_one(node):
         return isinstance(node, ast.ImportFrom) and node.module in one
 
-    assert using(imports_one) == {"checkpoint/storage/from_text.py"}
+    assert using(imports_one) == {"checkpoint/storage/__init__.py"}
 
 
 @pytest.fixture(params=["local", "memory://models"])

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.checkpoint.torch_files.writer import Made, Name, Outside, PickledCall, pickled

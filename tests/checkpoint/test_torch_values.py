@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Foreign, Record
 from shardspec.checkpoint.torch_files.values import (

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
@@ -35,52 +35,39 @@ def plus(step):
     return lambda _, value: value + step
 
 
-CONTRADICTS = "its directory contradicts itself ("
+# What a directory may say that is not so, and the fields of its lines or of its end.
 LIES = {
-    "two entries share all bytes": ({"header": lambda n, v: 0 if n == 1 else v}, "runs into"),
-    "two entries share some bytes": ({"header": lambda n, v: v - 1 if n == 2 else v}, "runs into"),
-    "a nest of entries": ({"header": to(0), "size": to(1)}, CONTRADICTS),
-    "every entry holds the next": (
-        {"size": to(200), "packed": to(200)},
-        "of 200 bytes at byte 0 runs into",
-    ),
-    "longer than the file": (
-        {"size": to(2**31), "packed": to(2**31)},
-        "of 2147483648 bytes at byte 0 runs into",
-    ),
-    "longer than 32 bits, without saying": ({"size": to(2**32 - 1)}, CONTRADICTS),
-    "packed to less": ({"packed": plus(-1)}, CONTRADICTS),
-    "after the directory": ({"header": plus(5000)}, "runs into"),
-    "encrypted": ({"flags": to(1)}, CONTRADICTS),
-    "encrypted strongly": ({"flags": to(64)}, CONTRADICTS),
-    "on another disk": ({"disk": to(1)}, CONTRADICTS),
-    "too few entries": ({"count": plus(-1)}, "it has 3 lines, not 2"),
-    "too many entries": ({"count": plus(1)}, "it has 3 lines, not 4"),
-    "as many as 16 bits hold": ({"count": to(2**16 - 1)}, "it has 3 lines, not 65535"),
-    "no directory": ({"length": to(0)}, "it has 0 lines, not 3"),
-    "shorter directory": ({"length": plus(-1)}, CONTRADICTS),
-    "directory elsewhere": ({"start": plus(-1)}, "runs into what follows"),
-    "directory past the end": ({"start": to(2**31)}, "runs into what follows"),
-    "huge directory": (
-        {"start": to(0), "length": to(2**31)},
-        "its directory has 2147483648 bytes, past the limit",
-    ),
-    "another name": (
-        {"name": lambda _, v: v.replace(b"0", b"7")},
-        "has no record 'data/0'; it is damaged",
-    ),
-    "a name that is longer": ({"name": lambda _, v: v + b"!" * 60}, "runs into"),
-    "no archive": ({"name": to(b"x")}, "is listed twice"),
+    "two entries share all bytes": {"header": lambda n, v: 0 if n == 1 else v},
+    "two entries share some bytes": {"header": lambda n, v: v - 1 if n == 2 else v},
+    "a nest of entries": {"header": to(0), "size": to(1)},
+    "every entry holds the next": {"size": to(200), "packed": to(200)},
+    "longer than the file": {"size": to(2**31), "packed": to(2**31)},
+    "longer than 32 bits, without saying": {"size": to(2**32 - 1)},
+    "packed to less": {"packed": plus(-1)},
+    "after the directory": {"header": plus(5000)},
+    "encrypted": {"flags": to(1)},
+    "encrypted strongly": {"flags": to(64)},
+    "on another disk": {"disk": to(1)},
+    "too few entries": {"count": plus(-1)},
+    "too many entries": {"count": plus(1)},
+    "as many as 16 bits hold": {"count": to(2**16 - 1)},
+    "no directory": {"length": to(0)},
+    "shorter directory": {"length": plus(-1)},
+    "directory elsewhere": {"start": plus(-1)},
+    "directory past the end": {"start": to(2**31)},
+    "huge directory": {"start": to(0), "length": to(2**31)},
+    "another name": {"name": lambda _, v: v.replace(b"0", b"7")},
+    "a name that is longer": {"name": lambda _, v: v + b"!" * 60},
+    "no archive": {"name": to(b"x")},
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_of_the_directory(path, lie):
-    changes, message = LIES[lie]
-    path.write_bytes(handmade(RECORDS, **changes))
+    path.write_bytes(handmade(RECORDS, **LIES[lie]))
     with storage_path(path).open() as file, pytest.raises(CheckpointError) as caught:
         record(read_torch_zip(file), file, "0")
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -97,12 +84,11 @@ def test_a_record_whose_own_header_lies(path):
     ):
         place = first + at
         path.write_bytes(data[:place] + value + data[place + len(value) :])
-        with storage_path(path).open() as file, pytest.raises(CheckpointError) as caught:
+        with (
+            storage_path(path).open() as file,
+            pytest.raises(CheckpointError, match="record b'x/data/0' contradicts itself"),
+        ):
             record(read_torch_zip(file), file, "0")
-        assert str(caught.value) == (
-            f"{path}: the header of record b'x/data/0' at byte {first} contradicts the directory; "
-            "the file is damaged"
-        )
 
 
 def test_a_pickle_that_is_not_as_saved(path):

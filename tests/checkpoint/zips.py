@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import tensor_place

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from shardspec import DeviceMesh
 from shardspec.cli.main import cli
-from shardspec.explorer.page import (
+from shardspec.explorer import (
     MAX_CONVERSIONS,
     MAX_PAGE_DEVICES,
     MAX_PAGE_DIMS,

@@ -73,6 +73,7 @@ def test_json(tmp_path):
         "sidecars": [],
         "not_copied": [],
         "filled": [],
+        "summed": [],
         "written": True,
         "sharding": {},
         "weight_files": 1,

@@ -12,9 +12,18 @@ import xml.etree.ElementTree as ET
 from math import prod
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, Layout, model_layouts
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    model_layouts,
+    model_names,
+    plan_reshard,
+    save_sharded,
+)
 from shardspec.cli.main import cli
 from shardspec.families.glance import glance
 
@@ -183,6 +192,10 @@ def test_a_model_is_summarized(tmp_path):
         (["--layout", "megatron:tp=3"], 3, ["tp=3"]),
         (["--layout", "fsdp"], 3, ["fsdp"]),
         ([], 2, ["--layout"]),
+        (["--layout", "fsdp:2", "--links", "ib-ndr-per-gpu"], 2, ["--to"]),
+        (["--layout", "fsdp:2", "--rule", "*", "[R]"], 2, ["--rules"]),
+        (["--layout", "fsdp:2", "--to", "fsdp:2", "--links", "1:1"], 2, ["presets"]),
+        (["--layout", "fsdp:2", "--to", "megatron:tp=3"], 3, ["tp=3"]),
         (["--layout", "fsdp:2", "--shape", "4"], 2, ["--shape"]),
         (["--layout", "fsdp:2", "--mesh", "3"], 3, ["3"]),
         (["--layout", "fsdp:2", "--optimizer", "sgd"], 2, ["sgd", "adamw"]),
@@ -194,6 +207,46 @@ def test_what_is_wrong_with_a_model_is_one_line(tmp_path, words, code, names):
     assert done.exit_code == code
     assert all(name in done.output for name in names)
     assert len(done.output.splitlines()) == 1 + ("Usage" in done.output)
+
+
+def test_the_move_of_a_model_is_planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ("--model", str(tmp_path), "--layout", "fsdp:4")
+    layouts = [model_layouts(CONFIG, text) for text in ("fsdp:4", "fsdp:2", "megatron:tp=2")]
+    done = run(*words, "--to", "fsdp:2")
+    assert done.exit_code == 0
+    plan = plan_reshard(layouts[0], layouts[1])
+    assert str(plan) in done.output
+    # Rank 0 has a quarter of every tensor and gets another from rank 1.
+    whole = sum(2 * prod(at.global_shape) for at in layouts[0].values())
+    assert plan.received[0] == whole // 4
+    done = run(*words, "--to", "megatron:tp=2", "--links", "ib-ndr-per-gpu")
+    names = model_names(CONFIG, "sharded")
+    expected = plan_reshard(layouts[0], layouts[2], names=names, links="ib-ndr-per-gpu")
+    assert str(expected) in done.output
+
+
+def test_layouts_of_rules_and_of_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "rules.toml").write_text('"*.weight" = "[S0,...]"')
+    model = ("--model", str(tmp_path))
+    by_rules = run(*model, "--rules", str(tmp_path / "rules.toml"), "--mesh", "2")
+    assert by_rules.exit_code == 0
+    assert "[S0,R]" in by_rules.output
+    mesh = DeviceMesh(range(2), (2,))
+    state = {
+        name: DTensor(
+            torch.zeros(at.global_shape), mesh, f"[S0{',R' * (len(at.global_shape) - 1)}]"
+        )
+        for name, at in model_layouts(CONFIG, "fsdp:1").items()
+    }
+    save_sharded(state, tmp_path / "ckpt")
+    saved = run(*model, "--layout", str(tmp_path / "ckpt"))
+    float32 = run(*model, "--rule", "*", "[S0,...]", "--mesh", "2", "--dtype", "float32")
+    assert (saved.output, saved.exit_code) == (float32.output, 0)
+    to = run(*model, "--layout", "fsdp:4", "--dtype", "fp32", "--to", str(tmp_path / "ckpt"))
+    assert to.exit_code == 0
+    assert "on 4 devices" in to.output
 
 
 def test_a_spec_needs_a_mesh_and_a_shape():

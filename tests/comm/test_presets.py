@@ -12,7 +12,7 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardSpecError
 from shardspec.comm.cluster_file import Basis, Confidence
-from shardspec.comm.cost import pair_line
+from shardspec.comm.cost import measured_link, pair_line
 from shardspec.comm.curves import KINDS, Link
 from shardspec.comm.presets import link_between, link_preset, preset_names
 from shardspec.comm.steps import Exchange, Permute
@@ -231,15 +231,15 @@ def test_errors_are_known_where_something_was_measured():
             step = step_of(kind, (0,))
             least, most = -(-512 // devices) if kind == "all-gather" else 512, 2**29 // devices
             for held in (least, 2**17, 2**20, most):
-                link = model.measured_link(step, held)
+                link = measured_link(model, step, held)
                 assert (link is not None) == (devices <= 8)
                 assert (
                     link is None
                     or link.error is None
                     or 0 < link.error[0] <= 0.065 < link.error[1] <= 0.2
                 )
-            assert model.measured_link(step, least - 1) is None
-            assert model.measured_link(step, 2**29 + 1) is None
+            assert measured_link(model, step, least - 1) is None
+            assert measured_link(model, step, 2**29 + 1) is None
 
 
 def test_an_axis_of_two_is_not_priced_as_one_of_eight():
@@ -296,6 +296,14 @@ def test_presets_by_axis():
             CostModel.from_presets(mesh, names)
     with pytest.raises(MeshError, match=r"no link preset 'warp'; .*: a100-nvswitch, "):
         CostModel.from_presets(mesh, ["warp"])
+
+
+def test_a_profile_in_json_is_answered_by_the_file_that_takes_its_place(tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text('{"format": "shardspec profile", "version": 1}')
+    for path in (file, tmp_path / "none.json"):
+        with pytest.raises(MeshError, match=r"\.json .*'shardspec profile'"):
+            CostModel.of_mesh(DeviceMesh(range(2)), str(path))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, Layout
-from shardspec.comm.transports.collectives import has_collective, run_collective
+from shardspec.comm.transports.messages import has_collective, run_collective
 from shardspec.layout.moving import transfers_of
 from tests.conversions import (
     collectives,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DTensor, distribute_module, init_device_mesh
-from shardspec.parallel.distribute import inputs_as, outputs_as
+from shardspec.parallel import inputs_as, outputs_as
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -22,7 +22,7 @@ from shardspec import (
     init_device_mesh,
     match_rules,
 )
-from shardspec.parallel.distribute import inputs_as, outputs_as
+from shardspec.parallel import inputs_as, outputs_as
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

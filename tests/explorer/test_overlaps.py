@@ -5,7 +5,7 @@ from itertools import pairwise
 from shardspec import CostModel, LayoutConverter
 from shardspec.boxes import intersect
 from shardspec.comm.curves import Link
-from shardspec.explorer.page import all_layouts
+from shardspec.explorer import all_layouts
 from shardspec.layout.moving import transfers_of
 from tests.explorer.test_page import DTYPE, MESHES
 

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.boxes import box_size
 from shardspec.cli.main import cli
-from shardspec.explorer.page import all_layouts, count_conversions, models_of
+from shardspec.explorer import all_layouts, count_conversions, models_of
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.naive import naive_plan
 from shardspec.layout.plan import step_text
+from shardspec.layout.search import naive_plan
 from shardspec.text import bytes_text, seconds_text
 from tests.explorer.browser import Browser
 

@@ -17,9 +17,9 @@ import shardspec.families
 from shardspec import DeviceMesh, Layout, NameMap, model_layouts
 from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, family_of, read_family, shipped_family
+from shardspec.families.layouts import TensorPlan
 from shardspec.families.maps import chain_of
 from shardspec.families.model import Model, model_of
-from shardspec.families.plans import TensorPlan
 from shardspec.families.recognize import recognize
 from shardspec.resharding.total import apply_map
 

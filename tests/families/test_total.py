@@ -10,7 +10,7 @@ import pytest
 from shardspec import model_names
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.convert.select import Choice
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.errors import CheckpointError
 from shardspec.families.family import NamesOf
 from shardspec.families.maps import chain_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from tests.faults.harness import Case
 
 __all__ = ["CUTS", "DTYPES", "bits"]

@@ -31,8 +31,8 @@ _IMPORTED: Final = (
         "shardspec.checkpoint.compare.inspect",
         "shardspec.checkpoint.compare.verify",
     ),
-    *("shardspec.explorer.page", "shardspec.families.maps", "shardspec.interop.notations"),
-    *("shardspec.layout.converter", "shardspec.layout.dot", "shardspec.layout.picture"),
+    *("shardspec.explorer", "shardspec.families.maps", "shardspec.interop.notations"),
+    *("shardspec.layout.converter", "shardspec.layout.transitions", "shardspec.layout.picture"),
 )
 
 _ODD: Final = (

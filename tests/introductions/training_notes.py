@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardspec import distribute_module, init_device_mesh, merge, save_sharded
-from shardspec.parallel.distribute import inputs_as, outputs_as
+from shardspec.parallel import inputs_as, outputs_as
 
 
 class Network(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
-from shardspec.comm.cost import models_on
+from shardspec.comm.cost import models_on, slowest_costs
 from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter
 from shardspec.errors import LayoutError
@@ -66,7 +66,7 @@ def by_hand(before, after, model):
         return [i for i in range(both.ndim) if here[i] != there[i]]
 
     # Replicas share, but for those further along an axis slower than another.
-    costs = [model.slowest([axis]) for axis in range(both.ndim)]
+    costs = [slowest_costs(model, [axis]) for axis in range(both.ndim)]
     long = [axis for axis in range(both.ndim) if both.shape[axis] > 1]
     slow = {axis for axis in long for other in long if any(map(gt, costs[axis], costs[other]))}
     item, message = 4, 1 << 17
@@ -87,7 +87,7 @@ def by_hand(before, after, model):
     pairs = [(a, b, n) for a, to in sends.items() for b, n in to]
     if not pairs:
         return 0.0
-    links = {(a, b): model.slowest(apart(a, b)) for a, b, _ in pairs}
+    links = {(a, b): slowest_costs(model, apart(a, b)) for a, b, _ in pairs}
     if both not in (before.mesh, after.mesh) and model.link_model == "ring":
         # Of a new row only hosts are known: devices that differ along a fast axis of a mesh.
         near = [

@@ -5,8 +5,8 @@ import pytest
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Slice
-from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan_text import difference_text
+from shardspec.layout.plan import difference_text
+from shardspec.layout.search import naive_plan
 from tests.conversions import plain_specs, targets_of
 from tests.layout import formulas
 

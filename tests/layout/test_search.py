@@ -25,7 +25,7 @@ from shardspec.layout.graph import (
     state_of,
     successors,
 )
-from shardspec.layout.naive import naive_plan
+from shardspec.layout.search import naive_plan
 from tests.layout import formulas
 from tests.layout.plan_texts import plan_texts
 

@@ -48,7 +48,7 @@ def test_the_text_reads_back_as_the_same_spec(spec):
 @given(specs())
 def test_the_parts_make_the_same_spec(spec):
     assert ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial) == spec
-    assert len(spec.sharding_sequence) == spec.dims
+    assert len(spec.dim_specs) == spec.dims
     assert len(set(spec.axes)) == len(spec.axes)
     assert set(spec.axes) == {a for axes in spec.dim_partition_dict.values() for a in axes} | set(
         spec.partial
@@ -102,9 +102,9 @@ def test_the_order_in_which_partials_are_given_means_nothing():
 def test_views_of_a_spec():
     spec = ShardingSpec.parse("[S10,R,S(tp)|P2]")
     assert spec.dims == 3
-    assert spec.sharding_sequence == [DimSpec((1, 0)), DimSpec(), DimSpec(("tp",))]
-    assert str(spec.sharding_sequence) == "[S10, R, S(tp)]"
-    assert [str(dim) for dim in spec.sharding_sequence] == ["S10", "R", "S(tp)"]
+    assert spec.dim_specs == (DimSpec((1, 0)), DimSpec(), DimSpec(("tp",)))
+    assert str(list(spec.dim_specs)) == "[S10, R, S(tp)]"
+    assert [str(dim) for dim in spec.dim_specs] == ["S10", "R", "S(tp)"]
     assert spec.dim_partition_dict == {0: [1, 0], 2: ["tp"]}
     assert spec.partial == {2: "sum"}
     assert spec.axes == (1, 0, "tp", 2)

@@ -23,8 +23,8 @@ from shardspec import (
 )
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError
+from shardspec.resharding.map_file import known_sizes
 from shardspec.resharding.name_map import target_shapes
-from shardspec.resharding.sizes import known_sizes
 from tests.families.maps import by_maps, load_map, map_chain
 
 MESH = DeviceMesh(range(2), (2,))

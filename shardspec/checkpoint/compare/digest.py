@@ -38,7 +38,7 @@ from shardspec.checkpoint.convert.select import (
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import Memory, catalog_of, require_no_sums
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json

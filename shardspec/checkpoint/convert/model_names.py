@@ -13,7 +13,7 @@ from shardspec.checkpoint.convert.copy import Buffers, read_box
 from shardspec.checkpoint.convert.select import CatalogNaming, Choice, through, wanted_names
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import quantized_in
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import item_bytes
@@ -23,9 +23,8 @@ from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognize import Recognized, Spelling, recognize, require_known
 from shardspec.input_files import read_json_object
-from shardspec.resharding.map_file import filled
+from shardspec.resharding.map_file import filled, text_config
 from shardspec.resharding.name_map import NameMap, Shape
-from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, counted, shown
 
 _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
@@ -72,7 +71,7 @@ class ModelNames(CatalogNaming):
         """Return notes for the user about the names of a checkpoint, one line each."""
         with _about_input():
             every = wanted_names(source, choice)
-            names = _weights(every)
+            names = without_optimizer(every)
             _refuse_quantized(source, names)
             shapes = {name: source.outline(name).shape for name in names}
             found = recognize(self._model(), shapes, source.directory)
@@ -116,7 +115,7 @@ class ModelNames(CatalogNaming):
     def _applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        weights = _weights(source.names)
+        weights = without_optimizer(source.names)
         wanted = {*weights} - {*dropped}
         extras = source.extras
         if choice is not None:
@@ -209,7 +208,7 @@ class ModelNames(CatalogNaming):
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
         """Return part of a model with its missing tensors, and those unknown to the family."""
-        weights = _weights(origin.names)
+        weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
         gone = {
@@ -327,14 +326,22 @@ class Assembled(catalog.DerivedCatalog):
         self,
         source: catalog.Catalog,
         parts: Mapping[str, tuple[catalog.Catalog, str]],
+        others: Iterable[catalog.Catalog] = (),
     ) -> None:
         kept = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
         facts = replace(source.facts, keeps_dtype=frozenset(kept))
         super().__init__(source, parts.keys(), source.extras, facts=facts)
         self._parts = parts
-        self._others = {owner: None for owner, _ in parts.values() if owner is not source}
+        owners = (*others, *(owner for owner, _ in parts.values()))
+        self._others = {owner: None for owner in owners if owner is not source}
         more = (path for owner in self._others for path in owner.files)
         self.files = tuple(dict.fromkeys((*self.files, *more)))
+
+    @property
+    def sources(self) -> tuple[catalog.Catalog, ...]:
+        """The opened checkpoints that tensors come from."""
+        every = (self.base, *self._others)
+        return tuple(dict.fromkeys(source for each in every for source in each.sources))
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         source, old = self._parts[name]
@@ -347,7 +354,7 @@ class Assembled(catalog.DerivedCatalog):
             source.check_unchanged()
 
 
-def _weights(names: Iterable[str]) -> list[str]:
+def without_optimizer(names: Iterable[str]) -> list[str]:
     """Return the names that are not optimizer state."""
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 

@@ -224,18 +224,21 @@ def reduce(
 ) -> None:
     """Combine the addends of a block into `out`; `Layout` has checked that the dtype allows it.
 
-    The pending reductions share one operation, or are sums and means. The memory of each addend
-    may be reused for the next one and for the result.
+    The pending reductions share one operation, or are sums and means. A sum may have weights. The
+    memory of each addend may be reused for the next one and for the result.
     """
     combine = _UFUNCS[pending[0].op]
     divisor = prod(p.addends for p in pending if p.op == "avg")
     total: NDArray[Any] | None = None
+    weights = pending[0].weights
     # Overflow and NaN are results like others, as they are in torch.
     with np.errstate(all="ignore"):
-        for raw in addends:
+        for number, raw in enumerate(addends):
             addend = numbers(raw, dtype)
             if dtype == "float16":
                 addend = addend.astype(np.float32)
+            if weights:
+                addend = addend * addend.dtype.type(weights[number])
             if total is None:
                 total = addend.copy()
             else:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, Unpack
+from typing import TYPE_CHECKING, Final, TypeAlias, Unpack
 
 from shardspec.checkpoint.catalog import Catalog, Target
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32_combine
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
@@ -104,6 +104,13 @@ class WriteKeywords(Selection, total=False):
     sidecars: bool
     progress: Progress | None
     digests: PurePath | str | None
+    weights: Sequence[float] | None
+    take_first: Patterns
+    lora: PurePath | str | Catalog | None
+
+
+Checkpoints: TypeAlias = PurePath | str | Catalog | Sequence[PurePath | str | Catalog]
+"""One checkpoint, or several to be summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,9 @@ class WriteOptions(Choice):
     sidecars: bool = True
     progress: Progress | None = None
     digests: PurePath | str | None = None
+    weights: Sequence[float] | None = None
+    take_first: Patterns = ()
+    lora: PurePath | str | Catalog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +170,8 @@ class WriteReport:
     """Names of other files there that were not copied; directories end in a slash."""
     filled: tuple[str, ...] = ()
     """Names of the tensors that were taken from `fill_from`."""
+    summed: tuple[str, ...] = ()
+    """Notes on how checkpoints or an adapter were combined."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -214,6 +226,7 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "filled": list(self.filled),
+            "summed": list(self.summed),
             "written": self.written,
             "digest": None if self.digests is None else self.digests.value,
             "sharding": {
@@ -224,7 +237,7 @@ class WriteReport:
 
 
 def merge(
-    directory: PurePath | str | Catalog,
+    directory: Checkpoints,
     output: PurePath | str,
     *,
     max_shard_bytes: int | None = None,
@@ -240,7 +253,8 @@ def merge(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened.
+        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened; several
+        are summed by `weights`.
     output
         The file to write; a directory for the formats ``"huggingface"`` and ``"dcp"``.
     max_shard_bytes
@@ -299,6 +313,16 @@ def merge(
     digests
         A file for the digests of the output's tensors, as `digest` computes them. They are
         computed while writing.
+    weights
+        Factor of each checkpoint. Floating point tensors become ``w1 * a + w2 * b + ...``, computed
+        in float32 (float64 in float64) in this order and rounded once. Names, shapes and, without
+        `dtype`, dtypes must be equal; formats and sharding may differ. Other tensors must be equal.
+        Optimizer state is excluded, unless `include` names it.
+    take_first
+        Shell patterns of names whose tensors and values are those of the first checkpoint.
+    lora
+        An adapter of PEFT to merge into the checkpoint: LoRA, rank-stabilized LoRA or DoRA, in any
+        format, with its ``adapter_config.json``. Every tensor of it is used, or it is refused.
 
     Raises
     ------
@@ -326,7 +350,7 @@ def merge(
 
 
 def reshard(
-    directory: PurePath | str | Catalog,
+    directory: Checkpoints,
     output: PurePath | str,
     *,
     device_mesh: DeviceMesh | None = None,
@@ -339,7 +363,8 @@ def reshard(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened.
+        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened; several
+        are summed by `weights`.
     output
         The directory to write.
     device_mesh
@@ -382,7 +407,7 @@ def reshard(
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, place: PurePath | str, options: WriteOptions
+    checkpoint: Checkpoints, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
@@ -452,7 +477,7 @@ class Prepared(NamedTuple):
 
 
 def prepared_output(
-    checkpoint: PurePath | str | Catalog,
+    checkpoint: Checkpoints,
     output: StoragePath,
     options: WriteOptions,
     save: str,
@@ -481,6 +506,7 @@ def prepared_output(
         weight_files=sum(bool(file.extents) for file in target.files),
         not_copied=target.not_copied,
         filled=source.facts.filled,
+        summed=source.facts.summed,
         sharding=target.sharding if options.dry_run else {},
     )
     return Prepared(source, target, destination, report)
@@ -509,20 +535,42 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
 
 
 def _opened(
-    checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
+    checkpoint: Checkpoints, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open, map and quantize a checkpoint; also return the options that are not applied yet."""
-    source, names = as_catalog(checkpoint), options.names
+    """Open, map, sum and quantize checkpoints; also return the options not applied yet."""
+    several = (checkpoint,) if isinstance(checkpoint, PurePath | str | Catalog) else checkpoint
+    sources = [as_catalog(place) for place in several]
+    if not sources:
+        raise CheckpointError("there is no checkpoint to write; name one, or several to sum")
+    if options.lora is not None and (len(sources) > 1 or options.weights is not None):
+        raise CheckpointError(
+            "an adapter is merged into one checkpoint; sum first, then merge with ",
+            Argument("lora"),
+        )
+    sums = len(sources) > 1 or options.weights is not None or bool(options.take_first)
+    source, names = sources[0], options.names
     choice: Choice = options
     quantize = options.quantize, options.quantize_include
-    if any(value is not None for value in (names, options.dtype, *quantize)):
+    combined = sums or options.lora is not None
+    if combined or any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
-        source, choice = mapped_source(source, names, options)
+        if sums:
+            from shardspec.checkpoint.convert.sums import summed_source
+
+            weights, first = options.weights, options.take_first
+            source, choice = summed_source(sources, weights, names, options, first)
+        elif options.lora is not None:
+            from shardspec.checkpoint.convert.lora import adapted_source
+
+            source, choice = adapted_source(source, as_catalog(options.lora), names, options)
+        else:
+            source, choice = mapped_source(source, names, options)
         if quantize != (None, None):
             from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
             how = quantize_of(*quantize)
-            source = quantized_as(source, how, options if names is None else Choice(), config)
+            chosen = options if choice is options else Choice()
+            source = quantized_as(source, how, chosen, config)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)
@@ -530,7 +578,7 @@ def _opened(
 
 
 def _laid_out(
-    checkpoint: PurePath | str | Catalog,
+    checkpoint: Checkpoints,
     output: StoragePath,
     options: WriteOptions,
     format: Format,
@@ -551,6 +599,12 @@ def _laid_out(
     carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
+    if differing := carried.names & source.facts.differing:
+        raise CheckpointError(
+            f"value {min(differing)!r} differs between the checkpoints; exclude it, or keep that "
+            "of the first with ",
+            Argument("take_first"),
+        )
     # Whole tensors are what a merge is for: it may lose other entries.
     may_lose = None if merged and not options.drop_values else options.drop_values
     check_dropped(source, choice, carried.names, may_lose)
@@ -608,7 +662,8 @@ def check_destination(
         entry = path.look()
     kind = None if entry is None else _KINDS[entry.kind]
     wanted = "a directory" if directory else "a file"
-    problem = _part_of_source(path, entry, source, directory)
+    parts = (_part_of_source(path, entry, each, directory) for each in source.sources)
+    problem = next(filter(None, parts), "")
     if problem:
         pass
     elif kind not in (None, wanted):

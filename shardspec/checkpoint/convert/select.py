@@ -70,8 +70,8 @@ class Choice:
 
     def wants(self, name: str) -> bool:
         """Return True if the name is selected."""
-        included = self.include is None or _matches(name, self.include)
-        return included and not (_matches(name, self.exclude) or _matches(name, self.drop))
+        included = self.include is None or matches(name, self.include)
+        return included and not (matches(name, self.exclude) or matches(name, self.drop))
 
     def after_map(self) -> "Choice":
         """Return the options that still apply after mapping (rename, dtype)."""
@@ -82,7 +82,8 @@ def _patterns(patterns: Patterns) -> Sequence[str]:
     return (patterns,) if isinstance(patterns, str) else patterns
 
 
-def _matches(name: str, patterns: Patterns) -> bool:
+def matches(name: str, patterns: Patterns) -> bool:
+    """Return True if any pattern matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in _patterns(patterns))
 
 

@@ -19,7 +19,7 @@ from shardspec.checkpoint.deltas.frames import (
 )
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.quantization.derived import ComputedCatalog, bytes_in_files
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import checked, read_json

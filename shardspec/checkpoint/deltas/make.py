@@ -27,7 +27,7 @@ from shardspec.checkpoint.deltas.frames import Hash, extra, new_hash
 from shardspec.checkpoint.formats import default_format
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.state.memory import state_catalog
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError

@@ -29,7 +29,7 @@ from shardspec.boxes import box_size, row_major_boxes
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.torch_files.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
+from shardspec.checkpoint.torch_files import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
 from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,

@@ -18,7 +18,7 @@ from shardspec.checkpoint.formats.cut_rules import (
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import read_json
-from shardspec.checkpoint.torch_files.parts import META, META_FILE
+from shardspec.checkpoint.torch_files import META, META_FILE
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
 from shardspec.families.rank_rules import meta_rules

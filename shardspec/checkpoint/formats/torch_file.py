@@ -27,7 +27,7 @@ from shardspec.checkpoint.formats.model_files import (
     is_numbered_bin,
 )
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.torch_files.parts import (
+from shardspec.checkpoint.torch_files import (
     DEEPSPEED,
     EXPERTS,
     META,

@@ -81,7 +81,7 @@ class PendingSave:
             raise self._error
 
     @property
-    def unheard(self) -> BaseException | None:
+    def _unheard(self) -> BaseException | None:
         """Error of the save, if it belongs to this process and was not raised yet."""
         return None if self._heard or self._pid != os.getpid() else self._error
 
@@ -97,7 +97,7 @@ def wait_for_open() -> None:
 @atexit.register
 def _report_unheard() -> None:
     """Print errors that were never raised; if there are any, exit with code 1."""
-    errors = [error for save in _OPEN if (error := save.unheard) is not None]
+    errors = [error for save in _OPEN if (error := save._unheard) is not None]
     for error in errors:
         print(f"shardspec: an asynchronous save has failed: {error}", file=sys.stderr)
     if errors:

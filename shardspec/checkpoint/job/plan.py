@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage import storage_path
 from shardspec.comm.cost import Links
 from shardspec.errors import LayoutError
 from shardspec.resharding.name_map import NameMap, Names, Naming
@@ -74,40 +74,23 @@ def plan_reshard(
     if not isinstance(target, tuple):
         target = known_to_all(target)
     quantizes = dtype == "fp8-128x128"
-    if isinstance(source, str | PurePath) and isinstance(names, Naming) and not quantizes:
-        from shardspec.checkpoint.job.load_plan import plan_load
-
-        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
-    if not (names is None or isinstance(names, Mapping | NameMap)):
-        if isinstance(source, str | PurePath) or quantizes:
-            raise LayoutError(
-                "a plan that quantizes, and one of several maps from a checkpoint, needs one "
-                "NameMap or a dict as names="
-            )
-        return _in_memory(source, target, names, dtype, max_bytes, drop, links)
-    if quantizes:
+    # State dicts in memory need nothing of checkpoints.
+    if quantizes and (names is None or isinstance(names, Mapping | NameMap)):
         from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
 
         if isinstance(source, str | PurePath):
             return plan_quantized_load(storage_path(source), target, names, max_bytes, drop)
         return plan_quantized(known_to_all(source), target, names, max_bytes, drop)
-    if isinstance(source, str | PurePath):
-        # State dicts in memory need nothing of it.
+    one = names if isinstance(names, Mapping | NameMap | Naming) else None
+    if isinstance(source, str | PurePath) and not quantizes and one is names:
         from shardspec.checkpoint.job.load_plan import plan_load
 
-        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
-    return _in_memory(source, target, names, dtype, max_bytes, drop, links)
-
-
-def _in_memory(
-    source: Mapping[str, object],
-    target: ReshardTarget,
-    names: Names | Sequence[NameMap] | None,
-    dtype: object,
-    max_bytes: int | None,
-    drop: str | Sequence[str],
-    links: Links | None,
-) -> ReshardPlan:
+        return plan_load(storage_path(source), target, one, dtype, max_bytes, drop)
+    if quantizes or isinstance(source, str | PurePath):
+        raise LayoutError(
+            "a plan that quantizes, and one of several maps from a checkpoint, needs one "
+            "NameMap or a dict as names="
+        )
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop, links=links)
     dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:

@@ -32,8 +32,8 @@ from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import require_no_sums
 from shardspec.checkpoint.state.rank_state import Described, Replicas
 from shardspec.checkpoint.state.state_dict import encode_value
+from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.consensus import agree

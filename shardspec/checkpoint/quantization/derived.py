@@ -7,6 +7,7 @@ than they are read.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Final
 
@@ -24,7 +25,9 @@ from shardspec.checkpoint.catalog import (
     distinct,
     whole_box,
 )
+from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into
+from shardspec.checkpoint.convert.numeric import narrow, numbers
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import bits_type, item_bytes
@@ -89,6 +92,20 @@ class Source:
             read_box_into(self.tensor, box, room, files, buffers, self._checks)
         self._spare.append(buffers)
         return values
+
+
+def as_matrices(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor of fewer than two dims as a matrix, others as they are."""
+    more = (1,) * (2 - len(tensor.shape))
+    boxes = (
+        replace(
+            stored,
+            box=(*((0, 1) for _ in more), *stored.box),
+            strides=stored.strides and (*(0 for _ in more), *stored.strides),
+        )
+        for stored in tensor.boxes
+    )
+    return replace(tensor, shape=(*more, *tensor.shape), boxes=tuple(boxes)) if more else tensor
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
@@ -171,6 +188,49 @@ class ComputedMatrices(ABC):
             count = min(len(out) - done, self.rows - first)
             self.make(matrix, first, column, out[done : done + count])
             done += count
+
+
+class Recast(ComputedMatrices):
+    """A tensor in another floating point dtype, with its pending reductions finished."""
+
+    def __init__(
+        self,
+        tensor: StoredTensor,
+        dtype: str,
+        spare: list[Buffers],
+        others: Sequence[StoredTensor] = (),
+    ) -> None:
+        for each in (tensor, *others):
+            check_tiling(each)
+        self._tensor, self._source = tensor, Source(as_matrices(tensor), spare)
+        rows, columns = self._source.tensor.shape[-2:]
+        super().__init__(rows, columns, dtype, bytes_in_files([tensor, *others]))
+        self.wide = "float64" if dtype == "float64" else "float32"
+        """Dtype in which numbers are computed."""
+
+    def tensor(self) -> StoredTensor:
+        """Return the tensor with computed bytes."""
+        tensor, box = self._tensor, whole_box(self._tensor.shape)
+        boxes = (
+            replace(first, box=box, addend=(), offset=0, digest=None, strides=None, computed=self)
+            for first in tensor.boxes[:1]
+        )
+        return StoredTensor(tensor.name, tensor.shape, self.dtype, None, (), tuple(boxes))
+
+    def values(self, matrix: int, row: int, column: int, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return numbers of a part of a matrix, from a row and a column on."""
+        raw = self._source.rows(matrix, row, row + shape[0], ((column, column + shape[1]),))
+        made = numbers(raw.reshape(-1).view(np.uint8), self._source.tensor.dtype)
+        return made.astype(self.wide, copy=False).reshape(shape)
+
+    def put(self, values: NDArray[Any], out: NDArray[Any]) -> None:
+        """Fill `out` with numbers, rounded to the dtype."""
+        with np.errstate(all="ignore"):
+            out[...] = narrow(values, self.dtype).view(out.dtype).reshape(out.shape)
+
+    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
+        """Fill `out` with a part of a matrix, from a row and a column on."""
+        self.put(self.values(matrix, row, column, out.shape), out)
 
 
 class ComputedCatalog(DerivedCatalog):

@@ -66,11 +66,7 @@ def parse_json(
 
     width = 1 if data.isascii() else 4
     cost = sum(each * data.count(char) for char, each in _COSTS.items())
-    if len(data) * (1 + 2 * width) + cost > room_bytes:
-        raise CheckpointError(
-            f"{file}: the {what} has {len(data)} bytes, whose values would take more than "
-            f"{room_bytes >> 20} MiB of memory; save in fewer tensors, or restore the file"
-        ) from None
+    _check_room(file, what, len(data), len(data) * (1 + 2 * width) + cost, room_bytes)
     try:
         value: object = json.loads(
             data.decode(),
@@ -92,6 +88,16 @@ def parse_json(
     except ValueError:  # Python's limit on the digits of a number
         fail("holds a number of thousands of digits")
     return value
+
+
+def _check_room(
+    file: PurePath, what: str, num_bytes: int, needed_bytes: int, room_bytes: int
+) -> None:
+    if needed_bytes > room_bytes:
+        raise CheckpointError(
+            f"{file}: the {what} has {num_bytes} bytes, whose values would take more than "
+            f"{room_bytes >> 20} MiB of memory; save in fewer tensors, or restore the file"
+        )
 
 
 def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind:
@@ -130,9 +136,10 @@ def read_json(
 ) -> dict[str, Any]:
     """Return the JSON object in a file; see `parse_json`."""
     with path.open() as file:
-        # More is refused by its size.
-        data = file.read(0, min(file.num_bytes, room_bytes // 3 + 1))
-        value = parse_json(data, path, what, room_bytes, shrink)
+        # A byte takes three at least; more is refused unread.
+        _check_room(path, what, file.num_bytes, 3 * file.num_bytes, room_bytes)
+        data = file.read(0, file.num_bytes)
+    value = parse_json(data, path, what, room_bytes, shrink)
     return checked(value, dict, path, f"the {what}")
 
 

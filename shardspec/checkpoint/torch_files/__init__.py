@@ -1,1 +1,64 @@
 """Reads and writes files of torch without it: zips, and pickles that are never executed."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Final
+
+DEEPSPEED: Final = "DeepSpeed ZeRO"
+META: Final = "Meta's model parallel"
+META_FILE: Final = re.compile(r"consolidated\.(\d\d)\.pth")
+_ALL_OF_THEM: Final = "name the directory with the files of all of them"
+EXPERTS: Final = "DeepSpeed's mixture of experts"
+PIPELINE: Final = "DeepSpeed's pipeline"
+TENSOR_PARALLEL: Final = "DeepSpeed's tensor parallel"
+PARTS: Final = {
+    DEEPSPEED: (
+        re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
+        _ALL_OF_THEM,
+    ),
+    EXPERTS: (
+        re.compile(
+            r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+            r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+        ),
+        'put the weights together with python -c "import glob, torch; '
+        "s = torch.load('RUN/mp_rank_00_model_states.pt', weights_only=False)['module']; "
+        "[s.update(torch.load(f)) for f in glob.glob('RUN/*expert_*_model_states.pt')]; "
+        "torch.save(s, 'OUT.pt')\"",
+    ),
+    PIPELINE: (
+        re.compile(r"layer_\d+-model_(?:\d+-model_)?states\.pt"),
+        "load it in a run of as many stages, and save the whole state dict",
+    ),
+    TENSOR_PARALLEL: (
+        re.compile(r"mp_rank_(\d+)_model_states\.pt"),
+        "load it in a run of as many ranks, and save the whole state dict",
+    ),
+    META: (META_FILE, _ALL_OF_THEM),
+}
+"""Formats with a file per rank: pattern of file names, and remedy. A file with number 0 may be the
+only one."""
+
+
+def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
+    """Return the key in `PARTS` of a file, by its name and those beside it; None if it is none."""
+    for kind, (pattern, _) in PARTS.items():
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if not match.groups():
+            return kind
+        others = list(beside())
+        if kind == TENSOR_PARALLEL:
+            # The parts that are the same on all ranks, beside those that are not.
+            for other in (EXPERTS, PIPELINE):
+                if any(map(PARTS[other][0].fullmatch, others)):
+                    return other
+        if int(match[1]) or sum(pattern.fullmatch(other) is not None for other in others) > 1:
+            return kind
+    return None
+
+
+def part_text(kind: str) -> str:
+    """Return the description of a file of one of `PARTS`, for errors."""
+    return f"one of several files of {kind}, which are not read one by one; {PARTS[kind][1]}"

@@ -10,7 +10,7 @@ import struct
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
-from typing import Final, TypeGuard, get_args
+from typing import Final, TypeGuard
 
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
@@ -30,9 +30,8 @@ from shardspec.checkpoint.torch_files.values import (
     storage_of,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
-from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
-from shardspec.layout.placements import Placement, Split
+from shardspec.layout.placements import REDUCE_OPS, Placement, Split
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _MAX_DEVICES: Final = 1 << 20
@@ -232,9 +231,6 @@ def _flat(value: object) -> tuple[int, ...]:
 _split: Final = lru_cache(_MAX_NESTED)(Split)
 
 
-_OPS: Final[dict[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
-
-
 def _placement(value: object) -> Placement:
     name, state = (value.name, value.state) if isinstance(value, Record) else ("", None)
     if name == "Replicate":
@@ -245,8 +241,8 @@ def _placement(value: object) -> Placement:
             return _split(dim, 1)
         if name == "_StridedShard" and isinstance(dim, int) and isinstance(factor, int):
             return _split(dim, factor)
-        if name in ("Partial", "_Partial") and isinstance(op, str) and op in _OPS:
-            return _OPS[op]
+        if name in ("Partial", "_Partial") and isinstance(op, str) and op in REDUCE_OPS:
+            return REDUCE_OPS[op]
     raise UnsupportedError(
         f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"

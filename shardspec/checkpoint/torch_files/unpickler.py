@@ -82,10 +82,10 @@ class Global(type):
         return super().__new__(cls, name, bases, members)
 
     def __setattr__(cls, key: str, value: object) -> None:
-        raise RefusedError(f"changes {cls.name}; nothing of it was run")
+        raise RefusedError(_DAMAGED)
 
     def __setstate__(cls, state: object) -> None:
-        raise RefusedError(f"gives a state to {cls.name}; it is damaged")
+        raise RefusedError(_DAMAGED)
 
     def __repr__(cls) -> str:
         return cls.name
@@ -111,8 +111,7 @@ class Record(metaclass=Global):
         return made
 
     def __setstate__(self, state: object) -> None:
-        if self.state is not None:
-            raise RefusedError(f"gives a state to <{self.name}>: it has a state already")
+        _require(self.state is None)
         self.state = state
 
     def __repr__(self) -> str:

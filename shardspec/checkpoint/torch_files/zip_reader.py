@@ -30,8 +30,10 @@ _MAX_PICKLE_BYTES: Final = 32 << 20
 """Some 200,000 tensors, whose bytes are records of their own."""
 _MAX_DIRECTORY_BYTES: Final = 16 << 20
 """Some 150,000 records; larger ones would fill the memory."""
-_OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
-"""A pickle of the number 0x1950a86a20f9469cfc6c, the start of files of torch before 1.6."""
+_NOT_READ: Final = (
+    "is not a whole zip of torch.save, from torch 1.6 on; restore it, or load it with torch.load "
+    "and save it again"
+)
 
 
 class TorchRecord(NamedTuple):
@@ -80,10 +82,7 @@ class TorchZip:
             or head[_LOCAL.size : _LOCAL.size + name_bytes] != record.full_name
             or start + record.num_bytes > record.limit
         ):
-            raise CheckpointError(
-                f"{self.what}: the header of record {record.full_name!r} at byte {record.header} "
-                "contradicts the directory; the file is damaged"
-            )
+            raise _contradiction(self.what, record.full_name)
         return start
 
     def is_intact(self, file: SourceFile, name: str) -> bool:
@@ -131,13 +130,7 @@ def read_torch_zip(
     tail_bytes = min(_TAIL_BYTES, num_bytes)
     tail = file.read(offset + num_bytes - tail_bytes, tail_bytes)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
-        end = tail.rfind(b"PK\5\6")
-        if end >= 0 and len(tail) >= end + _END_BYTES:
-            raise CheckpointError(
-                f"{what}: has {len(tail) - end - _END_BYTES} bytes behind the end of its zip; "
-                "remove them, or restore the file"
-            )
-        raise CheckpointError(f"{what}: {_no_zip(file.read(offset, min(num_bytes, 512)))}")
+        raise CheckpointError(f"{what}: {_NOT_READ if num_bytes else 'is empty; restore it'}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
     if size > _MAX_DIRECTORY_BYTES:
         raise CheckpointError(
@@ -151,11 +144,11 @@ def read_torch_zip(
         with ZipFile(io.BytesIO(tail)) as opened:
             infos, end = opened.infolist(), opened.start_dir
     # Errors of zipfile for a damaged directory; the second for an unknown version.
-    except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
-        raise _contradiction(what, error) from None
+    except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error):
+        raise _contradiction(what) from None
     is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
     if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
-        raise _contradiction(what, f"it has {len(infos)} lines, not {count}")
+        raise _contradiction(what)
     # zipfile counts from the start of the tail, so the positions of records are negative.
     at = offset + num_bytes - len(tail)
     if any(_name(info).partition(b"/")[2] == b"constants.pkl" for info in infos):
@@ -177,24 +170,11 @@ def read_torch_zip(
     return archive
 
 
-def _contradiction(what: str, problem: object) -> CheckpointError:
+def _contradiction(what: str, record: bytes = b"") -> CheckpointError:
+    at = f" of record {record!r:.100}" if record else ""
     return CheckpointError(
-        f"{what}: its directory contradicts itself ({problem}); the file is damaged"
+        f"{what}: its directory{at} contradicts itself or the file; restore it, or save it again"
     )
-
-
-def _no_zip(head: bytes) -> str:
-    """Return the error text for a file that is not a torch zip, by its first bytes."""
-    again = "load it with torch.load and save it again"
-    if head.startswith(b"PK\3\4"):
-        return "does not end as torch.save ends a file; it was cut short, restore it"
-    if head.startswith(_OLD):
-        return f"is in the format that torch wrote before version 1.6; {again}"
-    if head[257:262] == b"ustar":
-        return f"is in the tar format that torch wrote before version 0.2; {again}"
-    if not head:
-        return "is empty; restore it"
-    return f"is not a file of torch.save (it starts with {head[:4]!r}); check the file"
 
 
 def _checked(
@@ -214,23 +194,21 @@ def _checked(
         folder, _, inner = name.partition(b"/")
         # Encoded again, it gives the same bytes, whatever they are.
         key = inner.decode("utf-8", "surrogateescape")
-        problem = None
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(
-                f"{what}: record {name!r:.100} is compressed (method {info.compress_type}), which "
-                "torch never does; unpack it and save it again with torch.save"
+                f"{what}: record {name!r:.100} is compressed, which torch never does; unpack it "
+                "and save it again with torch.save"
             )
-        if info.compress_size != size or info.flag_bits & _ENCRYPTED or info.volume:
-            problem = "is encrypted or in parts"
-        elif header < first or header + _LOCAL.size + len(name) + size > at + limit:
-            where = f"of {size} bytes at byte {header - first}"
-            problem = f"{where} runs into what follows at {at + limit - first}"
-        elif folder != archive:
-            problem = f"belongs to another archive than {archive!r:.100}"
-        elif key in directory:
-            problem = "is listed twice"
-        if problem is not None:
-            raise _contradiction(what, f"record {name!r:.100} {problem}")
+        if (
+            info.compress_size != size
+            or info.flag_bits & _ENCRYPTED
+            or info.volume
+            or header < first
+            or header + _LOCAL.size + len(name) + size > at + limit
+            or folder != archive
+            or key in directory
+        ):
+            raise _contradiction(what, name)
         directory[key] = number, header, at + limit, size
     return TorchZip(path, what, archive, directory, array("I", [info.CRC for info in infos]))
 

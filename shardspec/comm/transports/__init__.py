@@ -1,1 +1,44 @@
 """Transports of bytes between the processes of a job: one module each, behind one protocol."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shardspec.errors import CommunicatorError
+
+if TYPE_CHECKING:
+    from shardspec.comm.transports.stage import Transport
+
+
+_NAMES: Final = ("memory", "messages")
+
+
+def transport_name() -> str:
+    """Return the transport that the environment asks for, by default "memory".
+
+    Raises `CommunicatorError` if it is none.
+    """
+    name = os.environ.get("SHARDSPEC_TRANSPORT") or _NAMES[0]
+    if name not in _NAMES:
+        raise CommunicatorError(f"SHARDSPEC_TRANSPORT={name}: use {' or '.join(_NAMES)}")
+    return name
+
+
+def connect(
+    name: str,
+    rank: int,
+    peers: Sequence[int],
+    gather: Callable[[Any], Mapping[int, Any]],
+    known: dict[int, Any],
+    timeout_s: float,
+) -> Callable[[], "Transport"]:
+    """Return a function that returns the transport of CPU tensors; all ranks of a mesh call this.
+
+    It is "memory" only if all ranks ask for it, share a host and can read each other.
+    """
+    from shardspec.comm.transports.messages import Messages
+    from shardspec.comm.transports.peer_memory import PeerMemory
+
+    allowed = name == "memory"
+    memory = PeerMemory.connect(rank, peers, gather, known, timeout_s, allowed=allowed)
+    return (lambda: memory) if memory else Messages

@@ -227,9 +227,9 @@ def test_plans_look_into_no_chunk(saved, tmp_path):
             merge(ckpt, out, threads=threads)
         message = str(caught.value)
         assert message.startswith(f"{stored.path}: tensor {name!r}, box ")
-        assert message.endswith("contradicts the directory; the file is damaged")
+        assert "contradicts itself" in message
         assert os.listdir(tmp_path) == ["ckpt"]
-    with pytest.raises(CheckpointError, match="contradicts the directory"):
+    with pytest.raises(CheckpointError, match="contradicts itself"):
         verify_checkpoint(ckpt)
 
 

@@ -1,7 +1,6 @@
 """Directories of torch.distributed.checkpoint that are unfinished, cut, changed, or lie."""
 
 import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.checkpoint.formats import written_names
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.conftest import Small
-from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused
+from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 
 
 def test_the_small_one_is_good(small):
@@ -40,19 +39,6 @@ def test_saves_that_did_not_finish_are_refused(small):
 # --- the metadata cut, changed, and lying
 
 
-EVERY = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
-"""`make test` takes every seventh byte, and `make exhaustive` takes all."""
-
-
-@EVERY
-def test_metadata_cut_at_any_byte(small, every):
-    path = small.path / ".metadata"
-    data = path.read_bytes()
-    for size in range(0, len(data), every):
-        path.write_bytes(data[:size])
-        assert refused(small.path).startswith(f"{path}: ")
-
-
 def read_or_none(path):
     """Return every tensor, or None if one clear line refuses them."""
     try:
@@ -61,25 +47,6 @@ def read_or_none(path):
         lines = str(error).splitlines()
     assert len(lines) == 1
     return None
-
-
-@EVERY
-def test_any_byte_of_the_metadata_changed_does_no_harm(small, every):
-    """Names and places have no digest; but a tensor is right, or refused, or has another name."""
-    path = small.path / ".metadata"
-    data = path.read_bytes()
-    draw = random.Random(11)
-    told = 0
-    places = range(0, len(data), every)
-    for at in places:
-        path.write_bytes(data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :])
-        found = read_or_none(small.path)
-        if found is None:
-            told += 1
-            continue
-        due = {bits(tensor) for tensor in small.tensors.values()}
-        assert {bits(tensor) for tensor in found.values()} <= due
-    assert told > len(places) / 2
 
 
 NO_PLACE = (
@@ -171,7 +138,7 @@ def shared_bytes(metadata):
 
 def shorter(metadata):
     moved(metadata, "m.a", length=metadata.storage_data[index_of(metadata, "m.a")].length - 1)
-    return "tensor 'm.a', box [0:2, 0:3]: does not end as torch.save ends a file"
+    return "tensor 'm.a', box [0:2, 0:3]: is not a whole zip of torch.save"
 
 
 def swapped_items(metadata):

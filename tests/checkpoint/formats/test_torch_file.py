@@ -206,5 +206,6 @@ def test_a_file_cut_short(tmp_path):
     torch.save(MODEL, path)
     path.write_bytes(path.read_bytes()[:-1])
     assert refused(path) == (
-        f"{path}: does not end as torch.save ends a file; it was cut short, restore it"
+        f"{path}: is not a whole zip of torch.save, from torch 1.6 on; restore it, or load it with "
+        "torch.load and save it again"
     )

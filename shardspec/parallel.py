@@ -1,4 +1,4 @@
-"""Modules whose parameters and activations are sharded by rules."""
+"""Modules sharded by rules."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,0 +1,426 @@
+"""Merges an adapter of PEFT into its base: LoRA, rank-stabilized LoRA and DoRA.
+
+A merged weight is computed while it is read: base + scale * B @ A, in float32, rounded once.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
+from math import prod, sqrt
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.convert.copy import Buffers
+from shardspec.checkpoint.convert.model_names import Assembled, ModelNames, model_names
+from shardspec.checkpoint.convert.numeric import strips
+from shardspec.checkpoint.convert.select import (
+    Choice,
+    check_drop,
+    config_of,
+    mapped_choice,
+)
+from shardspec.checkpoint.quantization import with_numbers
+from shardspec.checkpoint.quantization.cuts import quantized_in
+from shardspec.checkpoint.quantization.derived import Recast, Recent
+from shardspec.checkpoint.storage.strict_json import json_beside
+from shardspec.dtypes import dtype_name, is_cast
+from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.resharding.name_map import Names
+from shardspec.text import Argument, counted, shown
+
+_CONFIG: Final = "adapter_config.json"
+_PREFIX: Final = re.compile(r"(.*?\.)?base_model\.model\.")
+_PART: Final = re.compile(
+    r"(?P<module>.+?)\.(?P<kind>lora_(embedding_)?[AB]|lora_magnitude_vector)"
+    r"(\.(?!(weight|bias)$)(?P<adapter>[^.]+))?(\.(?P<leaf>weight|bias))?"
+)
+_SAVED: Final = re.compile(
+    r"\.base_layer(?=\.)|\.modules_to_save(\.(?!(weight|bias)$)[^.]+)?(?=\.)"
+)
+"""Words that PEFT adds to the names of trained copies of tensors."""
+_CHANGES_BASE: Final = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*")
+"""Ways to start an adapter that change the base's weights, which the adapter does not contain."""
+_REFUSED: Final = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_qalora",
+    "use_bdlora",
+)
+"""Keys of methods that are not merged."""
+_TRANSPOSED: Final = ("gpt_oss", "aria", "openai_privacy_filter")
+"""Model types whose stacked experts are stored as (experts, inputs, outputs)."""
+_TIED: Final = re.compile(r"(.+\.)?(lm_head|embed_out|embed_tokens|wte|embed_in)\.weight")
+_HEAD: Final = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
+_KEPT_BYTES: Final = 32 << 20
+
+
+class _Delta(NamedTuple):
+    """A change of one weight: names of the adapter's tensors, and how they are combined."""
+
+    a: str
+    """Name of A, of shape (rank * experts, inputs), or of a bias to add."""
+    b: str = ""
+    """Name of B, of shape (outputs, rank * experts); empty for a bias."""
+    magnitude: str = ""
+    """Name of DoRA's magnitudes, one for each output; empty without DoRA."""
+    scale: float = 1.0
+    experts: int = 1
+    transposed: bool = False
+    """True if the weight is stored as (inputs, outputs)."""
+
+
+def adapted_source(
+    source: Catalog, adapter: Catalog, names: Names | None, choice: Choice
+) -> tuple[Catalog, Choice]:
+    """Return a base with an adapter merged, mapped as requested, and the options left to apply.
+
+    The adapter's names are those of the model in memory; files of a known family get these first.
+
+    Raises CheckpointError if a tensor of the adapter has no place, or its method is unknown.
+    """
+    config = config_of(source, names)
+    numbered = with_numbers(source, choice.dtype, choice, config)
+    if not isinstance(names, ModelNames):
+        try:
+            merged = _merged(numbered, adapter, config or {}, choice.dtype)
+        except CheckpointError as error:
+            if names is not None or config is None:
+                raise
+            try:
+                family = model_names(config)
+                return _in_memory(numbered, adapter, family, choice)
+            except ShardSpecError:
+                raise error from None
+        if names is None:
+            check_drop(choice)
+        return mapped_choice(merged, names, choice)
+    return _in_memory(numbered, adapter, names.with_dtype(choice.dtype), choice)
+
+
+def _in_memory(
+    source: Catalog, adapter: Catalog, names: ModelNames, choice: Choice
+) -> tuple[Catalog, Choice]:
+    """Return a base with an adapter merged under the names of the model in memory."""
+    live = replace(names, names="live").applied(source, choice, ())
+    merged = _merged(live, adapter, names.config, choice.dtype)
+    made = replace(names, fill_from=None).applied(merged, None, ())
+    return made, choice.after_map()
+
+
+def _merged(
+    base: Catalog, adapter: Catalog, model: Mapping[str, object], dtype: str | None
+) -> Catalog:
+    """Return a base with all tensors of an adapter merged."""
+    config = _config(adapter)
+    parts, saved = _parts(adapter)
+    places = _Places(base, model)
+    deltas: dict[str, list[_Delta]] = {}
+    for target, delta in _deltas(parts, adapter, places, config):
+        for name in places.tied(target):
+            deltas.setdefault(name, []).append(delta)
+    modules = config.get("modules_to_save")
+    trained = tuple(modules) if isinstance(modules, list) else ()
+    new: dict[str, str] = {}
+    for name, own in saved.items():
+        place, shape = places.get(name), adapter.outline(own).shape
+        if place is None and name.rpartition(".")[0].endswith(trained):
+            new[name] = own
+        elif place is None or base.outline(place).shape != shape:
+            raise CheckpointError(
+                f"{adapter.directory}: {shown(own)} of shape {list(shape)} has no place in "
+                f"{base.directory}; is it an adapter of another model?"
+            )
+        else:
+            new |= dict.fromkeys(places.tied(place), own)
+    why = quantized_in(base).why
+    for name, several in deltas.items():
+        if name in why:
+            raise CheckpointError(
+                f"{base.directory}: {shown(name)} is quantized ({why[name]}); dequantize with ",
+                Argument("dtype", value="bf16"),
+            )
+        if len(several) > 1 and any(delta.magnitude for delta in several):
+            raise CheckpointError(
+                f"{adapter.directory}: DoRA has two magnitudes for the tied {shown(name)}; merge "
+                "it with PEFT"
+            )
+    made = AdaptedCatalog(base, adapter, new)
+    made.deltas, made.dtype = deltas, dtype
+    note = f"{counted(len({*deltas, *new}), 'tensor')} changed by the adapter {adapter.directory}"
+    return made.with_facts(replace(made.facts, summed=(note,)))
+
+
+def _config(adapter: Catalog) -> Mapping[str, Any]:
+    """Return the config of an adapter; raises CheckpointError if its method is unknown."""
+    config = json_beside(adapter.home, _CONFIG)
+    problem = ""
+    if not isinstance(config, dict):
+        problem = f"has no {_CONFIG} beside it, which states the scale; copy it there"
+        config = {}
+    elif config.get("peft_type") != "LORA":
+        problem = f"is an adapter of peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
+    elif _CHANGES_BASE.fullmatch(str(config.get("init_lora_weights"))):
+        start = shown(config["init_lora_weights"])
+        problem = f"starts from a base changed by init_lora_weights={start}; convert it with PEFT"
+    elif used := [key for key in _REFUSED if config.get(key)]:
+        problem = f"uses {used[0]}, which is not merged; merge it with PEFT"
+    if problem:
+        raise CheckpointError(f"{adapter.directory}: {problem}")
+    return config
+
+
+def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return the names of an adapter's tensors: by module and kind, and of trained copies."""
+    parts: dict[str, dict[str, str]] = {}
+    saved: dict[str, str] = {}
+    adapters = set()
+    for own in adapter.names:
+        name = _PREFIX.sub("", own, count=1)
+        match = _PART.fullmatch(name)
+        if match is None:
+            if "lora_" in name:
+                raise CheckpointError(
+                    f"{adapter.directory}: {shown(own)} is of an unknown kind; merge it with PEFT"
+                )
+            saved[_SAVED.sub("", name)] = own
+            continue
+        adapters.add(match["adapter"])
+        kind = "bias" if match["leaf"] == "bias" else match["kind"].rpartition("_")[2]
+        of_module = parts.setdefault(match["module"], {})
+        of_module[kind] = own
+        if "embedding" in match["kind"]:
+            of_module["embedding"] = own
+    if len(adapters) > 1:
+        several = ", ".join(sorted(map(str, adapters)))
+        raise CheckpointError(f"{adapter.directory}: has several adapters ({several}); save one")
+    if not parts and not saved:
+        raise CheckpointError(f"{adapter.directory}: has no tensors; check the path")
+    return parts, saved
+
+
+class _Places:
+    """Names of the base's tensors, with tied embeddings as one."""
+
+    def __init__(self, base: Catalog, model: Mapping[str, object]) -> None:
+        self.base, self.model = base, model
+        self._names = frozenset(base.names)
+        self._ends = [name for name in base.names if _TIED.fullmatch(name)]
+
+    def get(self, name: str) -> str | None:
+        """Return the name of a tensor in the base; a head that it lacks is its embedding."""
+        if name in self._names:
+            return name
+        lacks = not any(map(_HEAD.fullmatch, self._ends))
+        return self._ends[0] if _HEAD.fullmatch(name) and lacks and len(self._ends) == 1 else None
+
+    def tied(self, name: str) -> Collection[str]:
+        """Return the names of the tensors that share the memory of one."""
+        if name not in self._ends:
+            return (name,)
+        says = self.model.get("tie_word_embeddings") is True
+        origin = self.base.origin(name)
+        return [end for end in self._ends if says or self.base.origin(end) == origin]
+
+
+def _deltas(
+    parts: Mapping[str, Mapping[str, str]],
+    adapter: Catalog,
+    places: _Places,
+    config: Mapping[str, Any],
+) -> Iterator[tuple[str, _Delta]]:
+    """Yield the name of each weight of the base that changes, and its change."""
+    wrapped: dict[str, list[Mapping[str, str]]] = {}
+    for module, names in parts.items():
+        if not {"A", "B"} <= names.keys():
+            raise CheckpointError(
+                f"{adapter.directory}: module {shown(module)} lacks lora_A or lora_B; save it again"
+            )
+        wrapped.setdefault(re.sub(r"(\.base_layer)+$", "", module), []).append(names)
+    parameters = config.get("target_parameters") or ()
+    for module, every in wrapped.items():
+        weight = places.get(f"{module}.weight")
+        targets = [weight] if weight is not None else [
+            name
+            for name in places.base.names
+            if name.rpartition(".")[0] == module
+            and any(f".{name}".endswith(f".{parameter}") for parameter in parameters)
+        ]  # fmt: skip
+        fitting = []
+        for order in permutations(targets) if len(targets) == len(every) else ():
+            pairs = zip(order, every, strict=True)
+            changes = [_delta(module, name, own, adapter, places, config) for name, own in pairs]
+            if None not in changes:
+                fitting.append(list(zip(order, changes, strict=True)))
+        if len(fitting) != 1:
+            shapes = [[*adapter.outline(names[kind]).shape] for names in every for kind in "AB"]
+            raise CheckpointError(
+                f"{adapter.directory}: {shown(module)} with A and B of shapes {shapes} has no "
+                f"place in {places.base.directory}; is it an adapter of another model?"
+            )
+        for target, delta in fitting[0]:
+            assert delta is not None
+            scale = delta.scale
+            yield target, delta
+        bias = every[0].get("bias")
+        if bias is not None:
+            place = places.get(f"{module}.bias")
+            if place is None or places.base.outline(place).shape != adapter.outline(bias).shape:
+                raise CheckpointError(
+                    f"{adapter.directory}: {shown(bias)} has no place: the base has no bias there"
+                )
+            yield place, _Delta(bias, scale=scale)
+
+
+def _delta(
+    module: str,
+    target: str,
+    names: Mapping[str, str],
+    adapter: Catalog,
+    places: _Places,
+    config: Mapping[str, Any],
+) -> _Delta | None:
+    """Return how A and B change a weight; None if their shapes do not fit it."""
+    a, b = (adapter.outline(names[kind]).shape for kind in "AB")
+    shape = places.base.outline(target).shape
+    if len(a) != 2 or len(b) != 2 or len(shape) not in (2, 3) or 0 in (*a, *b, *shape):
+        return None
+    experts = shape[0] if len(shape) == 3 else 1
+    magnitude = names.get("vector", "")
+    sizes = prod(adapter.outline(magnitude).shape) if magnitude else b[0]
+    if a[0] != b[1] or a[0] % experts or sizes != b[0] or (magnitude and experts > 1):
+        return None
+    straight = "embedding" not in names and shape[-2:] == (b[0], a[1])
+    transposed = shape[-2:] == (a[1], b[0])
+    if straight and transposed:
+        # A square matrix does not show how it is stored.
+        stacked = len(shape) == 3
+        fan = places.model.get("model_type") in _TRANSPOSED if stacked else False
+        transposed = fan or bool(config.get("fan_in_fan_out"))
+    elif not straight and not transposed:
+        return None
+    parameters = config.get("target_parameters") or ()
+    named = any(f".{target}".endswith(f".{parameter}") for parameter in parameters)
+    key = target if named else module
+    rank, alpha = _stated(config, "r", "rank", key), _stated(config, "lora_alpha", "alpha", key)
+    if rank != a[0] // experts:
+        raise CheckpointError(
+            f"{adapter.directory}: {shown(names['A'])} is of rank {a[0] // experts}, but {_CONFIG} "
+            f"says {rank}; give the config that it was saved with"
+        )
+    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    return _Delta(names["A"], names["B"], magnitude, scale, experts, transposed)
+
+
+def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> float:
+    """Return the rank or the alpha of a module by an adapter's config."""
+    value = config.get(key)
+    for expression, of_pattern in (config.get(f"{pattern}_pattern") or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({expression})$", module):
+                value = of_pattern
+                break
+        except re.error:
+            raise CheckpointError(
+                f"{_CONFIG}: {shown(expression)} in {pattern}_pattern is not a regular expression; "
+                "correct it"
+            ) from None
+    if isinstance(value, int | float) and value > 0:
+        return value
+    raise CheckpointError(
+        f"{_CONFIG}: {key} is {shown(value)} for {shown(module)}; give a number above 0"
+    )
+
+
+class AdaptedCatalog(Assembled):
+    """A base with some weights changed by an adapter, or replaced by its trained copies."""
+
+    def __init__(self, base: Catalog, adapter: Catalog, new: Mapping[str, str]) -> None:
+        parts = {name: (base, name) for name in base.names}
+        parts |= {name: (adapter, own) for name, own in new.items()}
+        super().__init__(base, parts, (adapter,))
+        self.adapter, self._in_base = adapter, frozenset(base.names)
+        self.deltas: Mapping[str, Sequence[_Delta]] = {}
+        self.dtype: str | None = None
+        """Dtype to which the output is cast."""
+        self._recent, self.spare = Recent(_KEPT_BYTES), list[Buffers]()
+
+    def _look_up(self, name: str) -> StoredTensor:
+        tensor = super()._look_up(name)
+        dtype = self.base.outline(name).dtype if name in self._in_base else tensor.dtype
+        deltas = self.deltas.get(name)
+        if deltas is None:
+            return tensor if tensor.dtype == dtype else Recast(tensor, dtype, self.spare).tensor()
+        if self.dtype is not None and is_cast(dtype, dtype_name(self.dtype)):
+            dtype = "float64" if dtype == "float64" else "float32"
+        return _Changed(tensor, dtype, deltas, self).tensor()
+
+    def read(self, name: str, wide: str) -> NDArray[Any]:
+        """Return the numbers of one of the adapter's tensors as a matrix."""
+        made = self._recent.get((name, wide))
+        if made is None:
+            source = Recast(self.adapter.tensor(name), wide, self.spare)
+            made = source.values(0, 0, 0, (source.rows, source.columns))
+            self._recent.keep((name, wide), made)
+        return made
+
+
+class _Changed(Recast):
+    """A weight with changes added, and its rows scaled by DoRA."""
+
+    def __init__(
+        self, tensor: StoredTensor, dtype: str, deltas: Sequence[_Delta], owner: AdaptedCatalog
+    ) -> None:
+        names = [name for delta in deltas for name in (delta.a, delta.b, delta.magnitude) if name]
+        super().__init__(tensor, dtype, owner.spare, [owner.adapter.tensor(name) for name in names])
+        self._deltas, self._owner = deltas, owner
+        self._factor: NDArray[Any] | None = None
+
+    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
+        """Fill `out` with a part of a matrix, from a row and a column on."""
+        total = self._sum(matrix, row, column, out.shape)
+        delta = self._deltas[0]
+        if delta.magnitude:
+            if self._factor is None:
+                self._factor = self._magnitudes(delta)
+            first = column if delta.transposed else row
+            factor = self._factor[first : first + out.shape[delta.transposed]]
+            total *= factor if delta.transposed else factor[:, None]
+        self.put(total, out)
+
+    def _sum(self, matrix: int, row: int, column: int, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return a part of base + scale * B @ A."""
+        total = self.values(matrix, row, column, shape)
+        for delta in self._deltas:
+            a, left = self._owner.read(delta.a, self.wide), np.ones((1, 1), self.wide)
+            right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
+            if delta.b:
+                b = self._owner.read(delta.b, self.wide)
+                left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]
+            if delta.transposed:
+                left, right = right.T, left.T
+            change = left[row : row + shape[0]] @ right[:, column : column + shape[1]]
+            change *= change.dtype.type(delta.scale)
+            total += change
+        return total
+
+    def _magnitudes(self, delta: _Delta) -> NDArray[Any]:
+        """Return DoRA's factor of each output: its magnitude by the norm of its weights."""
+        squares = np.zeros(self.columns if delta.transposed else self.rows)
+        for rows in strips(self.rows, self.columns):
+            total = self._sum(0, rows.start, 0, (rows.stop - rows.start, self.columns))
+            square = np.square(total, dtype=np.float64)
+            if delta.transposed:
+                squares += square.sum(0)
+            else:
+                squares[rows] = square.sum(1)
+        norms = np.sqrt(squares).astype(self.wide)
+        factor: NDArray[Any] = self._owner.read(delta.magnitude, self.wide).reshape(-1) / norms
+        return factor

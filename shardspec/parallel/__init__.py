@@ -1,1 +1,0 @@
-"""Modules sharded by rules, and ready-made rules for common parallelisms."""
