@@ -258,13 +258,14 @@ def test_threads_take_turns():
 
 def test_unbound_methods_are_the_bound_ones():
     tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
-    torch.testing.assert_close(torch.Tensor.mean(tensor).to_global(), WHOLE.mean())
-    assert torch.equal(torch.Tensor.add(tensor, tensor).to_global(), WHOLE + WHOLE)
+    methods: Any = torch.Tensor
+    torch.testing.assert_close(methods.mean(tensor).to_global(), WHOLE.mean())
+    assert torch.equal(methods.add(tensor, tensor).to_global(), WHOLE + WHOLE)
     for name in ("detach", "requires_grad_", "view_as", "__len__", "dim", "__repr__"):
         arguments = (tensor,) if name == "view_as" else ()
-        unbound, bound = getattr(torch.Tensor, name)(tensor, *arguments), getattr(tensor, name)
+        unbound, bound = getattr(methods, name)(tensor, *arguments), getattr(tensor, name)
         assert str(unbound) == str(bound(*arguments)), name
-    assert torch.Tensor.layout.__get__(tensor) == tensor.layout
+    assert methods.layout.__get__(tensor) == tensor.layout
 
 
 def test_code_of_torch_that_asks_for_no_layout_is_refused():

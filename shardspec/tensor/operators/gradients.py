@@ -66,8 +66,8 @@ class Differentiable(TensorLike):
         for node, of_node in zip(nodes, given, strict=True):
             node.grad = of_node
 
-    @property  # type: ignore[override]
-    def retains_grad(self) -> bool:
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
         """True if the gradient is retained although this is not a leaf."""
         return any(node.retains_grad for node in self._nodes())
 
@@ -242,7 +242,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     if start is None and end.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     complete = end.redistribute(end.layout.spec.without_partial())
-    if isinstance(start, TensorLike):
+    if isinstance(start, Differentiable):
         return list(zip(complete._nodes(), complete._as_gradients(start), strict=True))
     return [(node, torch.ones_like(node) if start is None else start) for node in complete._nodes()]
 

@@ -100,13 +100,13 @@ class TensorLike(torch.Tensor):
         result._part_of, result._is_given, result._writes = None, False, 0
         return result
 
-    @property  # type: ignore[override]
-    def shape(self) -> torch.Size:
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Sizes of the global tensor."""
         return torch.Size(self.layout.global_shape)
 
-    @property  # type: ignore[override]
-    def dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Element type."""
         return torch_dtype(self.layout.dtype)
 
@@ -149,18 +149,18 @@ class TensorLike(torch.Tensor):
             node.requires_grad_(requires_grad)
         return self
 
-    @property  # type: ignore[override]
-    def is_leaf(self) -> bool:
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
         """True if gradients are collected here, or none are tracked."""
         return all(node.is_leaf for node in self._nodes())
 
-    @property  # type: ignore[override]
-    def grad_fn(self) -> object:
+    @property
+    def grad_fn(self) -> object:  # type: ignore[override]
         """The autograd node that computed the tensor; None for a leaf."""
         return next((node.grad_fn for node in self._nodes()), None)
 
-    @property  # type: ignore[override]
-    def output_nr(self) -> int:
+    @property
+    def output_nr(self) -> int:  # type: ignore[override]
         """Index of this tensor among the results of ``grad_fn``."""
         return next((node.output_nr for node in self._nodes()), 0)
 
@@ -233,8 +233,8 @@ class TensorLike(torch.Tensor):
             return list(self._shards.values())
         return [] if self._torch is None else [self._torch]
 
-    @property  # type: ignore[override]
-    def _version(self) -> int:
+    @property
+    def _version(self) -> int:  # type: ignore[override]
         """A number that grows with each write to this tensor's memory."""
         versions = (0 if each.is_inference() else each._version for each in self._memory())
         return self._writes + sum(versions)
