@@ -268,6 +268,7 @@ def test_unbound_methods_are_the_bound_ones():
     assert methods.layout.__get__(tensor) == tensor.layout
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own jvp
 def test_code_of_torch_that_asks_for_no_layout_is_refused():
     tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
     calls: list[Any] = [

@@ -134,7 +134,8 @@ def play(_, shape):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape)
     wrong = differences(mesh) + losses_in_parallel(mesh)
-    for options in ({"fused": True}, {"foreach": True}):
+    every: list[Any] = [{"fused": True}, {"foreach": True}]
+    for options in every:
         for ours, whole in zip(trained(mesh, options), trained(None, options), strict=True):
             wrong += [] if torch.allclose(ours, whole, atol=1e-6) else [str(options)]
         pair: Any = Cut(torch.ones(4, 6), mesh, "[S0,R]"), torch.ones(4, 6)
