@@ -51,7 +51,7 @@ _TITLES = {
 }
 
 _BESIDE = {
-    "Modules": ("parallel.distribute",),
+    "Modules": ("parallel",),
     "Links, plans and parts of specs": ("comm.curves", "layout.plan", "layout.spec"),
     "Steps of plans": ("comm.steps",),
     "Communicators": ("comm.communicator", "comm.process_group"),

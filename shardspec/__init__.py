@@ -1,7 +1,7 @@
-"""shardspec: which box of a tensor each device holds, and the cheapest way to change it.
+"""shardspec: sharding layouts of tensors, and the cheapest conversions between them.
 
-Public names are imported when they are first used, so that planning and merging never pay for
-importing torch. `__init__.pyi` lists them, for type checkers and for this module.
+Public names are imported when they are first used, so that planning and merging do not
+import torch. `__init__.pyi` lists them, for type checkers and for this module.
 """
 
 import ast
@@ -30,7 +30,7 @@ _MOVED: Final = {
     "TensorDigest": "resharding.digests",
     "load_map": "checkpoint.convert.model_names",
 }
-"""Names that are public in their modules; they can be imported from here too, for this version."""
+"""Names that moved to their modules; this version still imports them from here too."""
 
 __all__ = sorted(_HOME)
 
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    # help() and pydoc look up each of these, so names that need torch are left out without it.
+    # help() and pydoc look up each name, so without torch the list has no name that needs it.
     has_torch = "torch" in sys.modules or find_spec("torch") is not None
     return [name for name in __all__ if has_torch or _can_be_imported(name)]
 

@@ -1,7 +1,13 @@
-"""Boxes, the parts of a global tensor that devices or files have, and arithmetic on them.
+"""Arithmetic on boxes, the parts of a global tensor in a device or a file.
 
 A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar is ``()``. A box
 with ``lo == hi`` in some dim is empty.
+
+>>> inner, outer = ((0, 2), (1, 4)), ((0, 2), (0, 9))
+>>> box_shape(inner), box_size(inner), contains(outer, inner), slices_within(inner, outer)
+((2, 3), 6, True, (slice(0, 2, None), slice(1, 4, None)))
+>>> intersect(inner, ((1, 9), (0, 2))), intersect(inner, ((2, 9), (0, 2)))
+(((1, 2), (1, 2)), None)
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +18,17 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def split_interval(lo: int, hi: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the part `index` of ``[lo, hi)`` cut into `parts` by the rule of `torch.chunk`.
+    """Return part `index` of ``[lo, hi)`` cut into `parts` by the rule of `torch.chunk`.
 
-    Blocks are ``ceil(size / parts)`` long, then comes a short one, then empty ones: 0 to 3 in four
-    is (0, 1), (1, 2), (2, 3), (3, 3).
+    >>> [split_interval(0, 5, 4, index) for index in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     block = -(-(hi - lo) // parts)
     return min(lo + index * block, hi), min(lo + (index + 1) * block, hi)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box's sides."""
+    """Return the length of each dim of a box."""
     return tuple(hi - lo for lo, hi in box)
 
 
@@ -34,27 +40,27 @@ def box_size(box: Box) -> int:
     return size
 
 
-def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box with at most `most` elements each, in the order of memory.
+def chunks(box: Box, max_elements: int) -> Iterator[Box]:
+    """Yield parts of a box with at most `max_elements` each, in row-major order.
 
-    Each part is as long as the bound allows, and consists of full rows if rows fit. An empty box
+    Each part is as long as the bound allows, and consists of full rows if a row fits. An empty box
     has no parts.
 
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """
-    assert most > 0, "a chunk holds something"
+    assert max_elements > 0, "a chunk has at least one element"
     size = box_size(box)
-    if 0 < size <= most:
+    if 0 < size <= max_elements:
         yield box
     elif size:
         dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
         lo, hi = box[dim]
         row = size // (hi - lo)
-        rows = max(1, most // row)
+        rows = max(1, max_elements // row)
         for start in range(lo, hi, rows):
             part = (*box[:dim], (start, min(start + rows, hi)), *box[dim + 1 :])
-            yield from chunks(part, most)
+            yield from chunks(part, max_elements)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -69,20 +75,24 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Return whether all of `inner` is in `outer`."""
+    """Return True if all of `inner` is in `outer`."""
     return all(
         o_lo <= lo and hi <= o_hi for (o_lo, o_hi), (lo, hi) in zip(outer, inner, strict=True)
     )
 
 
 def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
-    """Return the position of an index within a shard, given the intervals that the shard holds."""
+    """Return the position of a global index in a shard that consists of some intervals.
+
+    >>> local_index([(0, 2), (4, 6)], 5)
+    3
+    """
     before = 0
     for lo, hi in intervals:
         if lo <= index < hi:
             return before + index - lo
         before += hi - lo
-    raise IndexError(f"{index} lies in none of {intervals}")
+    raise IndexError(f"index {index} is outside the intervals {intervals}")
 
 
 def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
@@ -111,7 +121,7 @@ def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index that selects `inner` from an array that holds `outer`."""
+    """Return the index that selects `inner` from an array with the elements of `outer`."""
     return tuple(
         slice(lo - o_lo, hi - o_lo) for (lo, hi), (o_lo, _) in zip(inner, outer, strict=True)
     )

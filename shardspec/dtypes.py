@@ -1,8 +1,12 @@
 """Element types as plain names, so that nothing below the tensors needs torch.
 
-A dtype is kept as torch's own name for it (``"bfloat16"``). Anything that prints as such a name is
-understood: ``torch.bfloat16``, ``numpy.dtype("float32")``, the usual short forms (``"bf16"``) and
-the names of the safetensors format (``"BF16"``).
+A dtype is a string, torch's name for it (``"bfloat16"``). `dtype_name` also accepts short forms
+(``"bf16"``), names in safetensors files (``"BF16"``), and dtypes of torch and numpy.
+
+>>> dtype_name("bf16"), item_bytes("bfloat16"), is_floating("bfloat16"), bits_type(2)
+('bfloat16', 2, True, 'u2')
+>>> to_safetensors("bfloat16"), from_safetensors("F4"), packed("float4_e2m1fn_x2")
+('BF16', 'float4_e2m1fn_x2', 2)
 """
 
 from typing import Final
@@ -10,8 +14,8 @@ from typing import Final
 from shardspec.errors import DTypeError
 from shardspec.text import first_of, shown
 
-# name: (bytes an element, name in the safetensors format, short forms)
-# https://github.com/huggingface/safetensors: the format's dtypes, which lack C128
+# name: (bytes per element, name in the safetensors format, short forms)
+# Names as in https://github.com/huggingface/safetensors, which lacks C128.
 _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float64": (8, "F64", ("f64", "fp64", "double")),
     "float32": (4, "F32", ("f32", "fp32", "float")),
@@ -42,7 +46,7 @@ _ALIASES: Final[dict[str, str]] = {
 
 
 def dtype_name(dtype: object) -> str:
-    """Return torch's name of a torch or numpy dtype, or of a name; raises `DTypeError`."""
+    """Return torch's name of a dtype; raises `DTypeError` if it is unknown."""
     text = str(dtype).removeprefix("torch.")
     name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
     if name is None:
@@ -51,22 +55,22 @@ def dtype_name(dtype: object) -> str:
 
 
 def item_bytes(name: str) -> int:
-    """Return the bytes one element takes."""
+    """Return the bytes per element."""
     return _DTYPES[name][0]
 
 
 def bits_type(width: int) -> str:
-    """Return a numpy type for the raw bits of elements of this many bytes."""
+    """Return a numpy type for the raw bits of an element of `width` bytes."""
     return "c16" if width == item_bytes("complex128") else f"u{width}"
 
 
 def is_floating(name: str) -> bool:
-    """Return whether a dtype is a floating-point one (real or complex)."""
+    """Return True for a floating-point dtype, real or complex."""
     return name.startswith(("float", "bfloat", "complex"))
 
 
 def packed(name: str) -> int:
-    """Return the numbers in one element, as torch counts elements."""
+    """Return the number of values in one element: 2 for packed 4-bit floats, else 1."""
     return 2 if name == "float4_e2m1fn_x2" else 1
 
 
@@ -96,10 +100,12 @@ def keeps_dtype(name: str) -> bool:
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return True if a cast to `target` changes a tensor: one of floating point numbers.
+    """Return True if a cast to `target` changes tensors of dtype `source`.
 
-    Complex numbers stay as they are, and so do 4-bit numbers, which have scales of their
-    own.
+    Integers, complex numbers and 4-bit floats, which need scales, are never cast.
+
+    >>> is_cast("float32", "bfloat16"), is_cast("int64", "bfloat16")
+    (True, False)
     """
-    apart = source.startswith("complex") or packed(source) > 1
-    return source != target and is_floating(source) and not apart
+    is_exempt = source.startswith("complex") or packed(source) > 1
+    return source != target and is_floating(source) and not is_exempt

@@ -1,7 +1,7 @@
-"""Every exception shardspec raises on purpose.
+"""Exceptions that shardspec raises on purpose.
 
-Catch `ShardSpecError` to catch them all. Each child also inherits the built-in that a reader
-would expect, so ``except ValueError`` keeps working. Messages name the values and the remedy.
+`ShardSpecError` catches them all. Each child also inherits a matching built-in exception, so
+``except ValueError`` works too. Messages name the values and the remedy.
 """
 
 from typing import Final
@@ -9,7 +9,7 @@ from typing import Final
 from shardspec.text import TextPart
 
 _SHOWN: Final = 160
-"""Characters of a spec that an error shows."""
+"""Maximum number of characters of a spec in an error."""
 
 
 class ShardSpecError(Exception):
@@ -18,7 +18,7 @@ class ShardSpecError(Exception):
     Attributes
     ----------
     parts
-        The message in parts: its text, and the arguments that it names.
+        The message as texts and the `Argument` values between them.
 
     Examples
     --------
@@ -41,7 +41,7 @@ class SpecSyntaxError(ShardSpecError, ValueError):
     Attributes
     ----------
     text
-        The whole text that was parsed.
+        The full text that was parsed.
     position
         Index of the offending character in `text`; ``len(text)`` when the text ends too early.
     """
@@ -58,7 +58,7 @@ class SpecSyntaxError(ShardSpecError, ValueError):
 
 
 def _excerpt(text: str, position: int) -> str:
-    """Return the text for display; of a long text the surroundings of a position."""
+    """Return the text for display, shortened to the surroundings of `position` if it is long."""
     if len(text) <= _SHOWN:
         return repr(text)
     start = max(position - _SHOWN // 2, 0)
@@ -67,7 +67,7 @@ def _excerpt(text: str, position: int) -> str:
 
 
 class AxisError(ShardSpecError, ValueError):
-    """A mesh axis or a tensor dim is used twice, out of range, or unknown by name."""
+    """A mesh axis or a tensor dim is used twice, is out of range, or has an unknown name."""
 
 
 class MeshError(ShardSpecError, ValueError):
@@ -75,7 +75,7 @@ class MeshError(ShardSpecError, ValueError):
 
 
 class NotTorchMeshError(MeshError, AttributeError):
-    """A torch function was given a shardspec mesh instead of `to_torch()`."""
+    """A torch function got a shardspec mesh instead of the result of `to_torch()`."""
 
 
 class DTypeError(ShardSpecError, TypeError):
@@ -87,7 +87,7 @@ class LayoutError(ShardSpecError, ValueError):
 
 
 class LossyConversionError(ShardSpecError, ValueError):
-    """Another library has no word for a part of a layout; nothing is approximated."""
+    """The notation of another library cannot express a layout; nothing is approximated."""
 
 
 class CommunicatorError(ShardSpecError, RuntimeError):
@@ -95,11 +95,11 @@ class CommunicatorError(ShardSpecError, RuntimeError):
 
 
 class CheckpointError(ShardSpecError, ValueError):
-    """A checkpoint on disk is missing, incomplete, damaged or contradicts itself."""
+    """A checkpoint on disk is missing, incomplete, damaged or inconsistent."""
 
 
 class InputFileError(ShardSpecError, ValueError):
-    """A file of arguments is missing or cannot be read."""
+    """An input file, such as rules or a config, is missing or cannot be read."""
 
 
 class ProfileError(ShardSpecError, ValueError):

@@ -1,4 +1,8 @@
-"""Sizes, times and tables as text, and text that is safe to print."""
+"""Sizes, times and tables as text, and text that is safe to print.
+
+>>> bytes_text(1536), rate_text(1.25e9), seconds_text(25e-6), counted(2, "box", "boxes")
+('1.5 KiB', '1.25 GB/s', '25 µs', '2 boxes')
+"""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -8,23 +12,23 @@ from itertools import chain, product, repeat
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
-_LEAST_NAME: Final = 24
-"""Columns of a name that is not shortened further while there are columns to omit."""
-_LEAST_WRAPPED: Final = 20
-"""Columns of a text that is not wrapped further while there are columns to omit."""
-_LEAST_WIDTH: Final = 8
-"""Columns that a shortened name keeps in any case."""
+_NAME_WIDTH: Final = 24
+"""Width to which names are shortened before optional columns are omitted."""
+_WRAPPED_WIDTH: Final = 20
+"""Width to which texts are wrapped before optional columns are omitted."""
+_MIN_WIDTH: Final = 8
+"""Width below which no text is shortened."""
 
 _DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a size in the binary unit that suits it: ``1.5 KiB``."""
+    """Return a size with a binary unit: ``1.5 KiB``."""
     return _with_unit(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(bytes_per_second: float) -> str:
-    """Return a rate in decimal units, as links and disks are measured: ``1.25 GB/s``."""
+    """Return a rate with a decimal unit, as usual for links and disks: ``1.25 GB/s``."""
     return f"{_with_unit(bytes_per_second, 1000, ('B', 'kB', 'MB', 'GB'))}/s"
 
 
@@ -37,22 +41,22 @@ def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration in the unit that suits it: ``25 µs``, ``12.3 ms``, ``75 s``."""
+    """Return a duration with its unit: ``25 µs``, ``12.3 ms``, ``75 s``."""
     if seconds == 0 or seconds >= 1:
         return f"{seconds:.4g} s"
     return f"{seconds * 1e6:.4g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
 
 
 def counted(number: int, word: str, plural: str | None = None) -> str:
-    """Return a number with what it counts: ``1 tensor``, ``2 boxes``."""
+    """Return a number and its noun: ``1 tensor``, ``2 boxes``."""
     return f"{number} {word if number == 1 else plural or f'{word}s'}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text that is safe to print on a terminal; characters in `keep` are unchanged.
+    r"""Return a text that is safe to print: unprintable characters, unless in `keep`, are escaped.
 
-    Control characters, characters that change the direction of writing, lone surrogates and the
-    like become escapes; names of files and tensors may contain any of them.
+    >>> print(printable("clear screen: " + chr(27) + "[2J"))
+    clear screen: \x1b[2J
     """
     if text.isprintable():
         return text
@@ -63,7 +67,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return the repr of a value for an error, cut where it is long.
+    """Return the repr of a value for an error, cut to `most` characters.
 
     >>> shown("layers.0.w"), shown("w" * 1000, 10)
     ("'layers.0.w'", "'wwwwww...")
@@ -88,7 +92,7 @@ def first_of(texts: Sequence[str], most: int = 1) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return the names of some ranks, shortened if there are many.
+    """Return ranks as text, ascending and without repeats; at most eight of them.
 
     >>> ranks_text([3, 1, 3]), ranks_text([4]), ranks_text(range(20))
     ('ranks 1, 3', 'rank 4', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
@@ -108,10 +112,14 @@ def table_text(
     flexible: int = 0,
     wraps: bool = False,
 ) -> str:
-    """Return an aligned text table that fits the terminal; all rows must be as long as the header.
+    """Return a text table that fits the terminal; options as for `table_lines`.
 
-    Columns from `numbers_from` on are aligned to the right, those from `text_from` on to the left.
-    The other options are those of `table_lines`.
+    Columns from `numbers_from` to `text_from` are aligned to the right, others to the left.
+
+    >>> print(table_text(["name", "bytes"], [["w", "16"]]))
+    name   bytes
+    ────────────
+    w         16
     """
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
     lines = table_lines(
@@ -133,10 +141,16 @@ def html_table(
     rows: Iterable[Sequence[str]],
     shades: Iterable[Sequence[float]] | None = None,
 ) -> str:
-    """Return an HTML table for notebooks; rows start with a name, shades of cells are 0 to 1."""
+    """Return an HTML table for notebooks; the first cell of a row is its name.
+
+    `shades` are 0 to 1, one list per row, one number per further cell.
+
+    >>> html_table("sizes", ["name"], [["w"]])
+    '<table><caption>sizes</caption><tr><th>name</th></tr><tr><th>w</th></tr></table>'
+    """
 
     def cells(row: Sequence[str], shaded: Iterable[float]) -> str:
-        # Half transparent: it can be read on dark and light pages.
+        # Half transparent, to be readable on dark and light pages.
         styles = (f' style="background:rgba(31,111,235,{shade / 2:.2f})"' for shade in shaded)
         pairs = zip(row[1:], chain(styles, repeat("")), strict=False)
         return "".join(f"<td{style}>{escape(cell)}</td>" for cell, style in pairs)
@@ -163,44 +177,48 @@ def table_lines(
 ) -> Iterator[str]:
     """Yield the lines of a table that may be long; `rows` is called twice.
 
-    Columns in `numbers` are aligned to the right. Columns that are empty below the header are
-    omitted unless `empty_columns` is set. In a table wider than `fits`, columns of `optional` are
-    omitted in turn, and then columns of texts are shortened in the middle, first the `flexible`
-    one, which with `wraps` is continued below instead.
+    Columns in `numbers` are aligned to the right. Without `empty_columns`, columns that are empty
+    below the header are omitted. A table wider than `fits` omits columns of `optional`, in this
+    order, until it fits. Then texts are shortened in the middle, first those of column `flexible`;
+    with `wraps`, that column continues on further lines instead.
+
+    >>> list(table_lines(["name", "bytes"], lambda: [["w", "16"]], numbers=[1]))
+    ['name   bytes', '────────────', 'w         16']
     """
     # rich would take a minute for 100,000 rows.
     widths = [0] * len(header)
     for row in rows():
         widths = [max(width, _width(cell)) for width, cell in zip(widths, row, strict=True)]
-    kept = [at for at, width in enumerate(widths) if width or empty_columns]
+    columns = [column for column, width in enumerate(widths) if width or empty_columns]
     for cells in (header, footer or header):
         widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
 
     def excess(narrower: int = 0) -> int:
-        """Return by how much the table is too wide, some columns narrower."""
-        total = sum(widths[at] + 3 for at in kept) - 3 - narrower
+        """Return the excess width of the table if its columns were `narrower` in total."""
+        total = sum(widths[column] + 3 for column in columns) - 3 - narrower
         return 0 if fits is None else max(0, total - fits)
 
-    least = _LEAST_WRAPPED if wraps else _LEAST_NAME
-    for at in optional:
-        if at in kept and excess(max(0, widths[flexible] - least)):
-            kept.remove(at)
-    texts = (flexible, *(at for at in kept if at not in numbers))
-    for at, most in (*product(texts, [least]), *product(texts, [_LEAST_WIDTH])):
-        widths[at] = max(min(widths[at], most), widths[at] - excess())
+    target_width = _WRAPPED_WIDTH if wraps else _NAME_WIDTH
+    for column in optional:
+        if column in columns and excess(max(0, widths[flexible] - target_width)):
+            columns.remove(column)
+    texts = (flexible, *(column for column in columns if column not in numbers))
+    for column, most in (*product(texts, [target_width]), *product(texts, [_MIN_WIDTH])):
+        widths[column] = max(min(widths[column], most), widths[column] - excess())
 
     def lines(row: Sequence[str]) -> Iterator[str]:
         parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
         for number, part in enumerate(parts):
             row = [*("" if number else cell for cell in row)]
             row[flexible] = part
-            texts = ((at, shortened(row[at], widths[at])) for at in kept)
-            cells = ((at, text, " " * (widths[at] - _width(text))) for at, text in texts)
-            yield "   ".join(
-                pad + cell if at in numbers else cell + pad for at, cell, pad in cells
-            ).rstrip()
+            cells = []
+            for column in columns:
+                text = shortened(row[column], widths[column])
+                pad = " " * (widths[column] - _width(text))
+                cells.append(pad + text if column in numbers else text + pad)
+            yield "   ".join(cells).rstrip()
 
-    rule = "─" * (sum(widths[at] for at in kept) + 3 * (len(kept) - 1))
+    rule = "─" * (sum(widths[column] for column in columns) + 3 * (len(columns) - 1))
     yield from lines(header)
     yield rule
     yield from chain.from_iterable(map(lines, rows()))
@@ -210,12 +228,12 @@ def table_lines(
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; 80 where there is none."""
+    """Return the columns of the terminal; 80 without a terminal."""
     return get_terminal_size().columns
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return a text in lines of at most `width` columns, cut at blanks; later ones are indented.
+    """Return the lines of a text cut at blanks to at most `width` columns; later ones are indented.
 
     >>> wrapped("per device; ring model; no links", 20, "  ")
     ['per device; ring', '  model; no links']
@@ -229,8 +247,23 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return lines
 
 
+def fitted(text: str, width: int, most: int) -> str:
+    """Return a text in at most `most` lines of a terminal, wrapped at blanks where that is enough.
+
+    >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 3).splitlines()
+    ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']
+    >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 2).splitlines()
+    ["mesh '2xq' is no", 'm…ve sizes as in 2x4']
+    """
+    for size in range(most * width, 0, -1):
+        lines = wrapped(shortened(text, size), width)
+        if sum(-(-_width(line) // width) for line in lines) <= most:
+            break
+    return "\n".join(lines)
+
+
 def shortened(text: str, width: int) -> str:
-    """Return a text in printable form, cut in the middle where it is wider than `width` columns.
+    """Return a printable text of at most `width` columns, cut in the middle if it is longer.
 
     >>> shortened("model.layers.17.mlp.up_proj.weight", 20)
     'model.laye…oj.weight'
@@ -256,10 +289,7 @@ def _width(cell: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a public function, as a part of a message: ``exclude=``, ``ranks=4``.
-
-    The command line prints the option of it instead.
-    """
+    """An argument named in an error: ``ranks=4`` in Python, ``--ranks 4`` on the command line."""
 
     name: str
     value: object = None
@@ -269,11 +299,11 @@ class Argument:
 
 
 TextPart: TypeAlias = str | Argument
-"""A part of the message of an error."""
+"""A part of an error's message."""
 
 
 def natural_order(names: Iterable[str]) -> list[str]:
-    """Sort names with their numbers as numbers.
+    """Return names sorted with their numbers as numbers.
 
     >>> natural_order(["layers.10.w", "layers.2.w", "embed"])
     ['embed', 'layers.2.w', 'layers.10.w']

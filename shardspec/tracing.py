@@ -1,4 +1,4 @@
-"""Records of the steps of conversions: in a `trace`, and as log lines.
+"""Records the steps of conversions, in a `trace` and as log lines.
 
 ``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
 per step. Steps are ranges of `torch.profiler` too.
@@ -32,9 +32,9 @@ class StepRecord:
     before: Layout
     after: Layout
     devices: tuple[int, ...]
-    """Physical ids whose shards are in this process."""
+    """Physical ids of the shards in this process."""
     seconds: float
-    """Measured seconds in this process, including waiting for others."""
+    """Measured time in this process, including the wait for others."""
     model: CostModel
     """The cost model of the step."""
     backward: bool
@@ -42,7 +42,7 @@ class StepRecord:
 
     @property
     def predicted_seconds(self) -> float:
-        """The seconds that the cost model predicts."""
+        """Seconds predicted by the cost model."""
         return step_seconds(self.step, self.before, self._priced_after, self.model)
 
     @property
@@ -57,9 +57,9 @@ class StepRecord:
         return self.after.with_spec(spec.without_partial()) if self.backward else self.after
 
     def __str__(self) -> str:
-        way = "gradient: " if self.backward else ""
+        prefix = "gradient: " if self.backward else ""
         return (
-            f"{way}{step_text(self.step)}, {self.before.labelled_spec} → "
+            f"{prefix}{step_text(self.step)}, {self.before.labelled_spec} → "
             f"{self.after.labelled_spec} of {list(self.before.global_shape)} {self.before.dtype}, "
             f"{bytes_text(self.num_bytes)} in {seconds_text(self.seconds)} "
             f"(predicted: {seconds_text(self.predicted_seconds)})"
@@ -71,7 +71,7 @@ class Trace:
     """The steps executed while the trace was open; see `trace`."""
 
     records: list[StepRecord] = field(default_factory=list)
-    """The steps in the order in which they ended."""
+    """Steps in the order of their completion."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.records)) or "no step was executed"
@@ -103,7 +103,7 @@ def trace() -> Iterator[Trace]:
 
 
 def is_recording() -> bool:
-    """Return whether a trace is open or steps are logged."""
+    """Return True if a trace is open or steps are logged."""
     return bool(_OPEN.get()) or LOGGER.isEnabledFor(logging.DEBUG)
 
 

@@ -250,10 +250,8 @@ def test_ids_that_are_no_ids():
 
 
 def test_ids_that_do_not_fill_the_shape():
-    assert mesh_error(range(7), (2, 4)) == (
-        "mesh shape 2x4 has 8 places but 7 device ids were given"
-    )
-    none = "need at least one axis, each of at least 1 device"
+    assert mesh_error(range(7), (2, 4)) == ("mesh shape 2x4 needs 8 device ids, but 7 were given")
+    none = "give at least one axis, each of at least 1 device"
     assert mesh_error(range(7), ()) == f"mesh shape (): {none}"
     assert mesh_error([], (0, 2)) == f"mesh shape (0, 2): {none}"
     assert mesh_error([]) == f"mesh shape (0,): {none}"
@@ -270,8 +268,8 @@ def test_a_device_type_stands_before_the_ids_as_in_torch():
     assert (named.ids, named.mesh_dim_names) == ((2, 0), ("dp", "tp"))
     assert DeviceMesh("cuda", [0, 1, 2, 3]).shape == (4,)
     after = (
-        "DeviceMesh('cuda', ...): a device type is followed by the ids, nested as the mesh is, "
-        "as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+        "DeviceMesh('cuda', ...): give nested ids after the device type, as in "
+        "DeviceMesh('cuda', [[0, 1], [2, 3]])"
     )
     assert mesh_error("cuda") == after
     assert mesh_error("cuda", [0, 1], mesh=[0, 1]) == after
@@ -280,7 +278,7 @@ def test_a_device_type_stands_before_the_ids_as_in_torch():
     once = "give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])"
     assert mesh_error() == mesh_error([0, 1], mesh=[0, 1]) == once
     assert mesh_error("cuda:0", [0, 1]) == (
-        "device type 'cuda:0': give a name without an index, as 'cpu' or 'cuda'"
+        "device type 'cuda:0': give a name without an index, 'cpu' or 'cuda'"
     )
     assert mesh_error("cpu", [[0, 1], [2]]).endswith("rows differ in length")
 
@@ -333,7 +331,7 @@ def test_questions_about_the_calling_rank_need_a_job():
             "torch.distributed is not initialized, so this process has no rank; start the program "
             "with torchrun, or name a device, as in mesh.coordinates(0)"
         )
-    with pytest.raises(CommunicatorError, match="get_group is about the calling rank"):
+    with pytest.raises(CommunicatorError, match="get_group returns a group of the calling rank"):
         mesh.get_group(0)
     with pytest.raises(AxisError, match=r"name one, as in get_local_rank\('dp'\)"):
         mesh.get_local_rank()
@@ -341,12 +339,12 @@ def test_questions_about_the_calling_rank_need_a_job():
 
 def test_logical_ids_that_differ_from_the_physical_ones():
     assert mesh_error(range(4), logical_mesh_id=[[0, 1], [2, 4]]) == (
-        "logical_mesh_id holds the ids (0, 1, 2, 4) but physical_mesh_id holds (0, 1, 2, 3); "
+        "logical_mesh_id has the ids (0, 1, 2, 4) but physical_mesh_id has (0, 1, 2, 3); "
         "give the same ids in both"
     )
     assert mesh_error(range(20), logical_mesh_id=range(19)) == (
-        "logical_mesh_id holds the ids (0, 1, 2, 3, 4, 5, 6, 7, … 19 in all) but physical_mesh_id "
-        "holds (0, 1, 2, 3, 4, 5, 6, 7, … 20 in all); give the same ids in both"
+        "logical_mesh_id has the ids (0, 1, 2, 3, 4, 5, 6, 7, … 19 in all) but physical_mesh_id "
+        "has (0, 1, 2, 3, 4, 5, 6, 7, … 20 in all); give the same ids in both"
     )
     assert mesh_error(range(4), (4,), [[0, 1], [2, 3]]) == (
         "mesh_shape (4,) differs from the shape (2, 2) of logical_mesh_id; give one of the two"
@@ -424,11 +422,11 @@ def test_questions_about_places_the_mesh_lacks():
     cases = [
         (lambda: mesh.coordinates(6), "device 6 is not in the mesh of ids (0, 1, 2, 3, 4, 5)"),
         (lambda: mesh.group(9, [0]), "device 9 is not in the mesh of ids (0, 1, 2, 3, 4, 5)"),
-        (lambda: mesh.id_at((2, 0)), "coordinates (2, 0) do not lie in mesh 2x3"),
-        (lambda: mesh.id_at((-1, 0)), "coordinates (-1, 0) do not lie in mesh 2x3"),
-        (lambda: mesh.id_at((0,)), "coordinates (0,) do not lie in mesh 2x3"),
-        (lambda: mesh.submesh({0: 2}), "index 2 lies outside axis 0 of mesh 2x3"),
-        (lambda: mesh.submesh({1: -1}), "index -1 lies outside axis 1 of mesh 2x3"),
+        (lambda: mesh.id_at((2, 0)), "coordinates (2, 0) are outside mesh 2x3"),
+        (lambda: mesh.id_at((-1, 0)), "coordinates (-1, 0) are outside mesh 2x3"),
+        (lambda: mesh.id_at((0,)), "coordinates (0,) are outside mesh 2x3"),
+        (lambda: mesh.submesh({0: 2}), "index 2 is outside axis 0 of mesh 2x3"),
+        (lambda: mesh.submesh({1: -1}), "index -1 is outside axis 1 of mesh 2x3"),
         (
             lambda: mesh.submesh({0: 0, 1: 0}),
             "fixing every axis of mesh 2x3 leaves no mesh; keep one axis",

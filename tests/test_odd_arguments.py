@@ -39,7 +39,10 @@ def test_names_of_axes_as_torch_calls_them():
 
 
 SPECS: list[tuple[tuple[Any, ...], str]] = [
-    ((2, {"0": [0], 0: [1]}), "dim_partition_dict has the key 0 twice, as a number and as text"),
+    (
+        (2, {"0": [0], 0: [1]}),
+        "dim_partition_dict has the key 0 twice, as a number and as text; give one",
+    ),
     (
         (2, {0.5: [0]}),
         "dim_partition_dict names dim 0.5, but the tensor has 2 dims, numbered from 0",
@@ -58,8 +61,8 @@ SPECS: list[tuple[tuple[Any, ...], str]] = [
     ((2.0,), "a tensor cannot have 2.0 dims, only 0 to 1024"),
     ((10**12,), "a tensor cannot have 1000000000000 dims, only 0 to 1024"),
     ((10**5000,), "a tensor cannot have a very large int dims, only 0 to 1024"),
-    ((1, {0: [1.0]}), "axis 1.0: an axis is a number from 0 or a name"),
-    ((1, {0: [None]}), "axis None: an axis is a number from 0 or a name"),
+    ((1, {0: [1.0]}), "axis 1.0: give a number from 0 or a name"),
+    ((1, {0: [None]}), "axis None: give a number from 0 or a name"),
 ]
 
 
@@ -88,7 +91,7 @@ MESHES: list[tuple[dict[str, Any], str]] = [
     ({"mesh_shape": "22"}, "mesh_shape '22': give a sequence of whole numbers"),
     ({"mesh_shape": (2, True)}, "mesh_shape (2, True): give a sequence of whole numbers"),
     ({"mesh_shape": 4, "logical_mesh_id": [[0, 1], [2, 3]]}, "mesh_shape 4: give a sequence"),
-    ({"mesh_shape": (10**5000,)}, "mesh shape a very large int has a very large int places"),
+    ({"mesh_shape": (10**5000,)}, "mesh shape a very large int needs a very large int device ids"),
     ({"physical_mesh_id": SELF}, "the device ids are nested more than 64 deep"),
     ({"physical_mesh_id": None}, "give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])"),
     ({"physical_mesh_id": [0, 1.0, 2, 3]}, "device id 1.0 is not a whole number"),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardspec.comm.curves import Line, Link
 from shardspec.errors import MeshError
-from shardspec.mesh.device_ids import some, whole_number
+from shardspec.mesh.device_ids import id_list, whole_number
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import shown
 
@@ -253,7 +253,7 @@ def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]
         for group in mesh.groups([axis]) if mesh.shape[axis] > 1 else ():
             if speeds.setdefault(frozenset(group), numbers) != numbers:
                 raise MeshError(
-                    f"devices {some(group)} have different links on two meshes; give them the same"
+                    f"devices {id_list(group)} differ in links between two meshes; give the same"
                 )
     slowest = max(link.seconds_per_byte for link, *_ in each)
     fast = [item for item in each if item[0].seconds_per_byte < slowest]

@@ -1,4 +1,4 @@
-"""One family of models, read from its TOML file: rows of tensors, and the sizes they name."""
+"""Reads families of models from TOML: rows of tensors, and the sizes in their views."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
 _ENTRY_POINTS: Final = "shardspec.families"
-"""Entry points of other packages: each leads to the text of a family's TOML."""
+"""Entry points of other packages; each loads the text of a family's TOML."""
 CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
     *("latent", "summed"),
@@ -25,7 +25,7 @@ whole on rank 0 of an engine that adds up all ranks."""
 PLACES: Final = ("file", "live", "megatron", "fused")
 """Files of transformers, its models in memory, Megatron-core, and engines for serving."""
 NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
-"""Whose names the tensors of an output have."""
+"""Naming convention of the output."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
 _HEADS: Final[Mapping[str, tuple[Any, str]]] = {
@@ -43,21 +43,21 @@ class Row(NamedTuple):
     """A tensor, or one of each layer or expert."""
 
     side: Side
-    """Its name, view and slices in the files of transformers."""
+    """Name, view and slices in the files of transformers."""
     cut: Mapping[str, str]
     """Place -> the way in which it is sharded, one of `CUTS`."""
     places: Mapping[str, Side | None]
-    """Place -> its side there; None if it has no place."""
+    """Place -> name, view and slices there; None if the place lacks the tensor."""
     when: tuple[str, ...] = ()
-    """Sizes that are not 0 where it exists; after ``not``, that are 0."""
+    """Sizes that must not be 0 for the tensor to exist; after ``not``, sizes that must be 0."""
     layers: str = ""
-    """``dense`` or ``moe`` where it is in such layers only."""
+    """``dense`` or ``moe`` if only such layers have the tensor."""
     copy_of: str = ""
-    """The tensor that it repeats."""
+    """Name of the tensor that this one copies."""
 
     @property
     def sides(self) -> dict[str, Side | None]:
-        """Its name, view and slices by place, and in the files of transformers (``hf``)."""
+        """Place, or ``hf`` for files of transformers -> name, view and slices there."""
         return {"hf": self.side, **self.places}
 
 
@@ -71,11 +71,11 @@ class Family(NamedTuple):
     rows: Mapping[str, tuple[Row, ...]]
     """Rows of the ``model``, of each ``layer``, and of each further layer (``mtp``)."""
     unused: tuple[str, ...]
-    """Names of tensors that files may contain and that go nowhere."""
+    """Names of tensors in files that no map uses."""
     sizes: Mapping[str, str]
-    """Sizes in words of the config, or of other sizes; also of keys that a config has as null."""
+    """Size -> expression in keys of the config and other sizes; replaces keys that are null."""
     defaults: Mapping[str, str]
-    """Values of transformers' class for keys that a config lacks."""
+    """Key that a config may lack -> the default of transformers."""
     refused: Mapping[str, str]
     """Place, or ``all`` -> the reason why no map leads to or from it."""
 
@@ -88,7 +88,7 @@ def _built_in() -> tuple[str, ...]:
 
 
 @lru_cache(1)
-def _others() -> dict[str, EntryPoint]:
+def _external() -> dict[str, EntryPoint]:
     points = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
     return {name: points[name] for name in sorted(points.keys() - {*_built_in()})}
 
@@ -99,25 +99,23 @@ def family_names() -> tuple[str, ...]:
     >>> "qwen3-moe" in family_names()
     True
     """
-    return (*_built_in(), *_others())
+    return (*_built_in(), *_external())
 
 
 @lru_cache(64)
 def shipped_family(name: str) -> Family:
-    """Return the family of a name.
+    """Return the family of a name; raises `LayoutError` if it is unknown or cannot be loaded.
 
-    Raises
-    ------
-    LayoutError
-        If there is none of that name, or another package's cannot be loaded.
+    >>> shipped_family("qwen3").model_types
+    ('qwen3',)
     """
     if name in _built_in():
         place = files("shardspec.families") / f"{name.replace('-', '_')}.toml"
         return read_family(place.read_text("utf-8"), name)
-    if name not in _others():
+    if name not in _external():
         raise LayoutError(f"there is no family {name!r}; choose among {', '.join(family_names())}")
     try:
-        text: object = _others()[name].load()
+        text: object = _external()[name].load()
     except Exception as error:  # importing another package may raise anything
         text, problem = None, f"{type(error).__name__}: {error}"
     else:
@@ -125,58 +123,57 @@ def shipped_family(name: str) -> Family:
     if not isinstance(text, str):
         raise LayoutError(
             f"the family {name!r} of another package cannot be loaded ({problem}); correct or "
-            "uninstall it"
+            "uninstall that package"
         )
     return read_family(text, name)
 
 
 def read_family(text: str, name: str) -> Family:
-    """Read a family from TOML.
+    r"""Return the family in a TOML text; raises `LayoutError`, with the line, if it is malformed.
 
-    Raises
-    ------
-    LayoutError
-        If the text is not that of a family; it says the line.
+    >>> text = "like = 'llama'\nmodel_types = ['mine']\nwithout = ['lm_head.weight']"
+    >>> [row.side[0] for row in read_family(text, "mine").rows["model"]]
+    ['model.embed_tokens.weight', 'model.norm.weight']
     """
     try:
-        given = tomllib.loads(text)
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"family {name!r} is not TOML: {error}") from None
     reader = _Reader(text, name)
-    reader.check_heads(given)
-    like = given.get("like")
+    reader.check_heads(document)
+    like = document.get("like")
     if like is not None and like not in {*family_names()} - {name}:
-        raise reader.wrong("like", f"there is no other family {shown(like)} to be like")
+        raise reader.wrong("like", f"there is no family {shown(like)} to be like; name another one")
     base = None if like is None else shipped_family(like)
-    without = given.get("without", [])
+    without = document.get("without", [])
     for pattern in without:
         every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
         if not any(fnmatchcase(old, pattern) for old in every):
             raise reader.wrong(pattern, f"without {shown(pattern)} matches no row of the base")
     rows = {}
     for table in ("model", "layer", "mtp"):
-        own = [reader.row(entry) for entry in given.get(table, [])]
-        reader.check_apart(own)
+        own = [reader.row(entry) for entry in document.get(table, [])]
+        reader.check_distinct(own)
         names = {row.side[0] for row in own}
-        kept = [
+        inherited = [
             row
             for row in (base.rows[table] if base else ())
             if row.side[0] not in names
             and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
         ]
-        rows[table] = (*kept, *own)
+        rows[table] = (*inherited, *own)
 
     def merged(key: str) -> dict[str, str]:
         old = getattr(base, key) if base else {}
-        return {**old, **{word: str(value) for word, value in given.get(key, {}).items()}}
+        return {**old, **{word: str(value) for word, value in document.get(key, {}).items()}}
 
     sizes, refused = merged("sizes"), merged("refused")
     family = Family(
         name,
-        tuple(given.get("model_types", [])),
+        tuple(document.get("model_types", [])),
         merged("prefix"),
         rows,
-        (*(base.unused if base else ()), *given.get("unused", [])),
+        (*(base.unused if base else ()), *document.get("unused", [])),
         sizes,
         merged("defaults"),
         refused,
@@ -189,22 +186,22 @@ def read_family(text: str, name: str) -> Family:
 
 
 class _Reader:
-    """Reads the rows of a text, and knows on which line each is."""
+    """Reads the rows of a text; errors name their line."""
 
     def __init__(self, text: str, name: str) -> None:
         self._lines, self._name = text.splitlines(), name
 
     def wrong(self, word: str, problem: str, *, last: bool = False) -> LayoutError:
-        """Return the error of the first or last line that has a word."""
+        """Return an error that names the first or last line with a word."""
         lines = [at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0]]
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
 
-    def check_heads(self, given: Mapping[str, Any]) -> None:
+    def check_heads(self, document: Mapping[str, Any]) -> None:
         """Raise LayoutError if a family has unknown keys, or values of wrong types."""
-        for key, value in given.items():
+        for key, value in document.items():
             if key not in _HEADS:
-                raise self.wrong(key, f"{shown(key)} is no part of a family")
+                raise self.wrong(key, f"unknown key {shown(key)}; known: {', '.join(_HEADS)}")
             kind, expected = _HEADS[key]
             if not isinstance(value, kind):
                 raise self.wrong(key, f"{key} is {expected}, not {shown(value)}")
@@ -212,18 +209,22 @@ class _Reader:
             if texts and not all(isinstance(text, str) for text in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
             for place in {*value} - {"all", *PLACES} if key == "refused" else ():
-                raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
+                raise self.wrong(
+                    str(place), f"unknown place {shown(place)}; use megatron, fused or all"
+                )
 
-    def check_apart(self, rows: Sequence[Row]) -> None:
-        """Raise LayoutError if two rows are the same tensor in some place."""
-        seen = set()
+    def check_distinct(self, rows: Sequence[Row]) -> None:
+        """Raise LayoutError if two rows have the same name in a place."""
+        keys = set()
         for row in rows:
             for place, side in row.sides.items():
                 key = place, side, row.layers, row.when
-                if side is not None and key in seen:
+                if side is not None and key in keys:
                     name = row.side[0]
-                    raise self.wrong(name, f"two rows are {shown(side[0])} in {place}", last=True)
-                seen.add(key)
+                    raise self.wrong(
+                        name, f"two rows have the name {shown(side[0])} in {place}", last=True
+                    )
+                keys.add(key)
 
     def row(self, entry: object) -> Row:
         """Return the row of a table."""
@@ -231,22 +232,24 @@ class _Reader:
             raise self.wrong(str(entry), f"a row is a table with hf, view and cut; not {entry!r}")
         name = entry["hf"]
         if unknown := sorted(entry.keys() - _KEYS):
-            raise self.wrong(name, f"row {shown(name)} has no {shown(unknown[0])}")
+            raise self.wrong(name, f"row {shown(name)}: unknown key {shown(unknown[0])}")
         view = entry.get("view")
         texts = [view] if isinstance(view, str) else view
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise self.wrong(name, f"the view of {shown(name)} is text, perhaps with slices")
+            raise self.wrong(
+                name, f"row {shown(name)}: give a view, or a list of a view and slices"
+            )
         cuts = entry.get("cut")
         cut: dict[str, str] = (
             cuts if isinstance(cuts, dict) else dict.fromkeys(("megatron", "fused"), str(cuts))
         )
         if unknown := sorted(cut.keys() - PLACES):
-            raise self.wrong(name, f"{shown(name)} is cut in {unknown[0]!r}, which is no place")
+            raise self.wrong(name, f"{shown(name)} is cut in {unknown[0]!r}, an unknown place")
         if unknown := [text for text in cut.values() if text not in CUTS]:
             raise self.wrong(
                 name, f"{shown(name)} is cut by {unknown[0]!r}; choose among {', '.join(CUTS)}"
             )
-        whole = (name, *texts)
+        hf_side = (name, *texts)
         places: dict[str, Side | None] = {}
         for place in PLACES:
             side = entry.get(place)
@@ -255,21 +258,25 @@ class _Reader:
             elif isinstance(side, list) and all(isinstance(text, str) for text in side):
                 places[place] = tuple(side)
             elif side is not None:
-                raise self.wrong(name, f"{place} of {shown(name)} is a name, a view and slices")
-        places.setdefault("file", whole)
+                raise self.wrong(
+                    name, f"{shown(name)}: {place} is not a name, or a list of name and view"
+                )
+        places.setdefault("file", hf_side)
         places.setdefault("live", places["file"])
         places.setdefault("fused", places["file"])
         places.setdefault("megatron", None)
         when = tuple(text.strip() for text in str(entry.get("when", "")).split(",") if text.strip())
-        return Row(whole, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
+        return Row(hf_side, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
 
     def check(self, row: Row, family: Family) -> None:
-        """Raise LayoutError if a row is not as its family says."""
+        """Raise LayoutError if a row contradicts the sizes and rows of its family."""
         name = row.side[0]
         for place, side in row.sides.items():
             if side is None:
                 if not (row.copy_of or "megatron" in family.refused):
-                    raise self.wrong(name, f"{shown(name)} has no place in {place}")
+                    raise self.wrong(
+                        name, f"{shown(name)} has no name in {place}; add {place} = ..."
+                    )
                 continue
             try:
                 factors = [factor for dim in parse_view(side[1]) for factor in dim]
@@ -277,24 +284,31 @@ class _Reader:
                 raise self.wrong(name, f"{shown(name)}: {error.problem}") from None
             words = {*family.sizes, *_words_of_config(family)}
             if unknown := [factor for factor in factors if factor not in words]:
-                raise self.wrong(name, f"{shown(name)} names {unknown[0]!r}, which is no size")
+                raise self.wrong(name, f"{shown(name)}: unknown size {unknown[0]!r}")
             for text in side[2:]:
                 sliced = _SLICED.match(text)
                 if sliced is None or sliced[1] not in factors:
-                    raise self.wrong(name, f"{shown(name)}: {shown(text)} is no slice of its view")
+                    raise self.wrong(
+                        name, f"{shown(name)}: {shown(text)} does not slice a factor of its view"
+                    )
             for number in sorted(placeholders(name)):
                 if f"{{{number}}}" not in words:
-                    raise self.wrong(name, f"{shown(name)}: no size says how many {{{number}}} are")
+                    raise self.wrong(
+                        name,
+                        f"{shown(name)}: add {{{number}}} to [sizes], the count of its tensors",
+                    )
                 if number not in placeholders(" ".join(side)):
                     raise self.wrong(name, f"{shown(name)} has no {{{number}}} in {place}")
-        if row.copy_of and row.copy_of not in {other.side[0] for other in family.rows["model"]}:
-            raise self.wrong(name, f"{shown(name)} repeats {shown(row.copy_of)}, which is no row")
+        if row.copy_of and row.copy_of not in {each.side[0] for each in family.rows["model"]}:
+            raise self.wrong(
+                name, f"{shown(name)} is a copy of {shown(row.copy_of)}, an unknown row"
+            )
         for word in row.when:
             size = word.removeprefix("not ")
             if size not in family.sizes and size not in family.defaults:
-                raise self.wrong(name, f"{shown(name)} exists when {size!r}, which is no size")
+                raise self.wrong(name, f"{shown(name)} depends on {size!r}, an unknown size")
         if row.layers not in ("", "dense", "moe"):
-            raise self.wrong(name, f"{shown(name)} is in {row.layers!r} layers; say dense or moe")
+            raise self.wrong(name, f"{shown(name)} is in {row.layers!r} layers; use dense or moe")
 
 
 def _words_of_config(family: Family) -> set[str]:
@@ -302,12 +316,10 @@ def _words_of_config(family: Family) -> set[str]:
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family of a model by its config.
+    """Return the family for the model_type of a config; raises `LayoutError` if it is unknown.
 
-    Raises
-    ------
-    LayoutError
-        If there is none for the config's model_type.
+    >>> family_of({"model_type": "mixtral"}).name
+    'mixtral'
     """
     model_types = [part.get("model_type") for part in (config, text_config(config))]
     for model_type in model_types:
@@ -316,23 +328,23 @@ def family_of(config: Mapping[str, object]) -> Family:
             if model_type in family.model_types:
                 return family
     if model_types == [None, None]:
-        raise LayoutError("the config has no model_type, which says the family of its tensors")
+        raise LayoutError("the config has no model_type; add that of transformers, such as llama")
     raise LayoutError(
-        f"there is no family for models of type {shown(model_types[0])}; there are "
-        f"{', '.join(family_names())}; give a map of your own instead, as ",
+        f"there is no family for models of type {shown(model_types[0])}; known families: "
+        f"{', '.join(family_names())}; give a map of your own by ",
         Argument("names"),
     )
 
 
 def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
-    """Yield all rows, each with its table."""
+    """Yield (table, row) for all rows; tables are ``model``, ``layer`` and ``mtp``."""
     for table, rows in family.rows.items():
         for row in rows:
             yield table, row
 
 
 def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
-    """Yield the name of every row in every place, without numbers, and its side there."""
+    """Yield (name with placeholders for numbers, row, side) for every row and place."""
     for table, row in rows_in(family):
         for place, side in row.sides.items():
             if side is not None:
@@ -341,24 +353,24 @@ def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
 
 
 def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:
-    """Return the layers with experts, by any of the keys that configs use for them.
+    """Return the layers with experts, according to any of the keys that configs have for them.
 
     >>> moe_layers({"first_k_dense_replace": 2}, 4)
     [2, 3]
     >>> moe_layers({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 4)
     [3]
     """
-    given = text_config(config)
+    values = text_config(config)
 
     def number(word: str, otherwise: int) -> int:
-        value = given.get(word)
+        value = values.get(word)
         return value if isinstance(value, int) else otherwise
 
     first, step = number("first_k_dense_replace", 0), number("decoder_sparse_step", 1)
     every = number("moe_layer_freq", 1)
-    dense = given.get("mlp_only_layers")
+    dense = values.get("mlp_only_layers")
     without = dense if isinstance(dense, list) else []
-    kinds = given.get("mlp_layer_types")
+    kinds = values.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == count:
         return [layer for layer in range(count) if kinds[layer] != "dense"]
     return [

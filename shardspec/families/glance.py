@@ -15,7 +15,7 @@ norm        [R]             5       40        80 B        80 B        2
 head        [S(tp),R]       1      256       256 B       256 B        1
 ───────────────────────────────────────────────────────────────────────
 total                      15    1.64K   1.641 KiB   1.641 KiB
-2 ranks; rank 0 holds most weights: 1.641 KiB
+2 ranks; rank 0 has the most weights: 1.641 KiB
 adamw: 9.844 KiB to 9.844 KiB per rank for states and master weights
 """
 
@@ -40,7 +40,7 @@ _GROUPS: Final = {
     "head": r"lm_head|output_layer|embed_out",
     "mlp": r"mlp|feed_forward|dense",
 }
-"""Group -> a pattern that names of its tensors contain; the first that matches counts."""
+"""Group -> pattern for names of its tensors, in order of precedence."""
 _ORDER: Final = ("embedding", "attention", "router", "experts", "mlp", "norm", "head", "other")
 _STATE_BYTES: Final = {"adamw": 8}
 """Optimizer -> bytes of its states per parameter, kept in float32."""
@@ -49,12 +49,12 @@ _HEADER: Final = ("group", "spec", "count", "params", "max/rank", "min/rank", "c
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of one kind that are sharded alike."""
+    """Tensors of one kind with the same spec."""
 
     name: str
     """Kind of tensor: embedding, attention, router, experts, mlp, norm, head or other."""
     spec: str
-    """Sharding spec, with axes by name, without the parts of dims."""
+    """Sharding spec, axes by name, without sizes of parts."""
     tensors: int
     parameters: int
     """Elements of all global tensors."""
@@ -65,7 +65,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """Summary of a model on a mesh: its groups of tensors, and what each rank holds."""
+    """Summary of a model on a mesh: its groups of tensors, and bytes per rank."""
 
     groups: tuple[TensorGroup, ...]
     ranks: tuple[int, ...]
@@ -81,9 +81,9 @@ class Glance:
         rows: list[tuple[str, ...]] = []
         before = ""
         for group in self.groups:
-            held = [group.bytes_by_rank.get(rank, 0) for rank in self.ranks]
+            rank_bytes = [group.bytes_by_rank.get(rank, 0) for rank in self.ranks]
             name, before = "" if group.name == before else group.name, group.name
-            sizes = (str(group.tensors), _count_text(group.parameters), *_extremes(held))
+            sizes = (str(group.tensors), _count_text(group.parameters), *_extremes(rank_bytes))
             rows.append((name, group.spec, *sizes, f"{group.copies:.4g}"))
         return rows
 
@@ -98,7 +98,7 @@ class Glance:
         lines = [table_text(_HEADER, self._rows(), footer=total, numbers_from=2, optional=(2, 6))]
         busiest = max(self.ranks, key=self.weight_bytes.__getitem__)
         lines.append(
-            f"{counted(len(self.ranks), 'rank')}; rank {busiest} holds most weights: "
+            f"{counted(len(self.ranks), 'rank')}; rank {busiest} has the most weights: "
             f"{bytes_text(self.weight_bytes[busiest])}"
         )
         if self.padding:
@@ -132,7 +132,7 @@ def _extremes(sizes: list[int]) -> tuple[str, str]:
 
 
 class ModelLayouts(dict[str, Layout]):
-    """Layouts of a model by name of tensor; printed, they show their `glance`."""
+    """Name of a tensor -> layout; prints as its `glance`."""
 
     def __init__(self, layouts: Mapping[str, Layout], padding: Mapping[str, int]) -> None:
         super().__init__(layouts)
@@ -152,20 +152,20 @@ def group_of(name: str) -> str:
     >>> group_of("model.layers.3.mlp.gate.weight"), group_of("decoder.final_layernorm.weight")
     ('router', 'norm')
     """
-    found = (group for group, pattern in _GROUPS.items() if re.search(pattern, name))
-    return next(found, "other")
+    matches = (group for group, pattern in _GROUPS.items() if re.search(pattern, name))
+    return next(matches, "other")
 
 
 def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
-    """Summarize layouts by kind of tensor.
+    """Return a summary of layouts by kind of tensor; the module's docstring shows one.
 
     Parameters
     ----------
     layouts
         Name to layout, as of `model_layouts`.
     optimizer
-        ``"adamw"`` adds its two states, and float32 master weights of 16-bit parameters, sharded as
-        the weights.
+        ``"adamw"`` adds its two states, and float32 master weights of 16-bit parameters, sharded
+        like the weights.
 
     Raises
     ------
@@ -187,7 +187,7 @@ def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
     for (kind, spec), of_layout in sorted(
         counts.items(), key=lambda item: _ORDER.index(item[0][0])
     ):
-        held: Counter[int] = Counter()
+        bytes_by_rank: Counter[int] = Counter()
         parameters = elements = 0
         for layout, count in of_layout.items():
             width = item_bytes(layout.dtype)
@@ -196,12 +196,12 @@ def glance(layouts: Mapping[str, Layout], *, optimizer: str = "") -> Glance:
             for rank in layout.mesh.ids:
                 here = count * prod(layout.local_shape(rank))
                 elements += here
-                held[rank] += here * width
+                bytes_by_rank[rank] += here * width
                 states[rank] += here * extra
-        weights.update(held)
+        weights.update(bytes_by_rank)
         tensors = sum(of_layout.values())
         copies = elements / max(1, parameters)
-        groups.append(TensorGroup(kind, spec, tensors, parameters, dict(held), copies))
+        groups.append(TensorGroup(kind, spec, tensors, parameters, dict(bytes_by_rank), copies))
     ranks = tuple(sorted(weights))
     return Glance(
         tuple(groups),

@@ -1,4 +1,4 @@
-"""Layouts of each tensor of a model under trainers and engines, from the rows of its family."""
+"""Computes the layout of each tensor of a model in a trainer or an engine."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,12 +50,12 @@ class ParsedLayout(NamedTuple):
 
     @property
     def place(self) -> NamesOf:
-        """The names that its tensors have."""
+        """Naming convention of the tensors."""
         return _PLACES[self.kind]
 
 
 class _Target(NamedTuple):
-    """A tensor of a place, or one of each layer."""
+    """A tensor of the target, or one per layer."""
 
     name: str
     view: str
@@ -64,21 +64,14 @@ class _Target(NamedTuple):
 
 
 def parse_layout(text: str) -> ParsedLayout:
-    """Read the text of a layout.
+    """Return the parsed text of a layout; raises `LayoutError` if it is malformed.
 
-    Raises
-    ------
-    LayoutError
-        If it is none.
-
-    Examples
-    --------
     >>> parse_layout("megatron:tp=2,ep=4").sizes
     {'tp': 2, 'ep': 4}
     """
     kind, _, rest = text.partition(":")
     if kind not in _KEYS:
-        raise LayoutError(f"there is no layout {shown(text)}; give one of {_FORMS}")
+        raise LayoutError(f"unknown layout {shown(text)}; give one of {_FORMS}")
     alone = "fsdp" if kind == "fsdp" else "tp"
     sizes: dict[str, int] = {}
     layers: tuple[int, ...] = ()
@@ -88,7 +81,9 @@ def parse_layout(text: str) -> ParsedLayout:
         key, value = (key, value) if equals else (alone, key)
         if key not in _KEYS[kind] or key in sizes:
             keys = ", ".join(sorted(_KEYS[kind]))
-            raise LayoutError(f"layout {shown(text)}: {shown(word)} is not once one of {keys}")
+            raise LayoutError(
+                f"layout {shown(text)}: {shown(word)} is unknown or repeated; keys: {keys}"
+            )
         if key == "spec" and value in ("local", "te"):
             local = value == "local"
         elif key == "layers" and re.fullmatch(r"\d{1,6}(\+\d{1,6})*", value):
@@ -114,26 +109,25 @@ def model_layouts(
     config
         The model's config, or the path of its ``config.json``.
     layout
-        ``"hf-tp:N"``, tensor parallel as the installed transformers plans it; ``"fsdp:N"``;
-        ``"megatron:tp=2,ep=4,etp=1,pp=2"``; ``"vllm:tp=8,ep=8"``. Data parallel replicas are
-        ``dp=``, or the axis of that name of the mesh. Stages of unequal length are
-        ``layers=16+15``; ``spec=local`` stands for Megatron-core's own layers.
+        ``"hf-tp:N"``, by the tensor-parallel plan of the installed transformers; ``"fsdp:N"``;
+        ``"megatron:tp=2,ep=4,etp=1,pp=2"``; ``"vllm:tp=8,ep=8"``. ``dp=``, or the axis of that
+        name of the mesh, is the number of data-parallel replicas. ``layers=16+15`` gives stages of
+        unequal length; ``spec=local`` selects Megatron-core's own layers.
     device_mesh
         The devices, in the order of ranks; by default those from 0 on.
     dtype
-        Of all tensors but the biases of routers, which are float32.
+        The dtype of all tensors except biases of routers, which are float32.
 
     Returns
     -------
     ModelLayouts
-        Name to layout, which prints as a summary by kind of tensor. Names are as models of
-        transformers have them in memory, as Megatron-core saves them with numbered layers, or as
-        vLLM has them.
+        Name to layout; prints as a summary by kind of tensor. Names are those of transformers'
+        models in memory, of Megatron-core's checkpoints with numbered layers, or of vLLM.
 
     Raises
     ------
     LayoutError
-        If the sizes of the model do not divide as the layout needs it.
+        If a size of the model is not divisible by the number of ranks that shard it.
 
     Examples
     --------
@@ -153,10 +147,13 @@ def model_layouts(
 def padded_config(
     config: Mapping[str, object], parsed: ParsedLayout, rows: int | None = None
 ) -> dict[str, object]:
-    """Return a config that says how far a layout pads the vocabulary.
+    """Return a config with the size of the padded vocabulary, ``padded_vocab``.
 
-    Engines pad it by a rule of their own; Megatron-core as the config states it, or else to the
-    `rows` that a checkpoint of it has.
+    vLLM pads to a multiple of 64. For Megatron-core the config may have the size; the default is
+    `rows`, those of its checkpoint.
+
+    >>> padded_config({"vocab_size": 100}, parse_layout("vllm:tp=2"))
+    {'vocab_size': 100, 'padded_vocab': 128}
     """
     padded, vocab = {**config}, text_config(config).get("vocab_size")
     if parsed.kind == "vllm" and isinstance(vocab, int):
@@ -189,8 +186,7 @@ class _Sharded:
         ids = range(count) if device_mesh is None else device_mesh.ids
         if len(ids) != count:
             raise LayoutError(
-                f"the layout is for {count} devices, the mesh has {len(ids)}; give dp=, or another "
-                "mesh"
+                f"the layout is for {count} devices, the mesh has {len(ids)}; change either"
             )
         self._ids = list(ids)
 
@@ -206,21 +202,21 @@ class _Sharded:
             dp = dp or max(1, self._ep // self._tp)
             if self._ep not in (1, self._tp * dp):
                 raise LayoutError(
-                    f"experts are over all {self._tp * dp} ranks (tp × dp) or over none, not over "
-                    f"ep={self._ep}; leave out ep, or give dp="
+                    f"ep={self._ep} is neither 1 nor all {self._tp * dp} ranks (tp × dp); omit ep, "
+                    "or change dp="
                 )
         elif kind == "megatron":
             group = self._etp * self._ep
             dp = dp or group // gcd(group, self._tp)
             if self._tp * dp % group:
                 raise LayoutError(
-                    f"etp={self._etp} × ep={self._ep} ranks do not divide tp={self._tp} × dp={dp}; "
-                    "give another dp="
+                    f"etp={self._etp} × ep={self._ep} does not divide tp={self._tp} × dp={dp}; "
+                    "change dp="
                 )
         return dp or 1
 
     def layouts(self) -> ModelLayouts:
-        """Return name to layout."""
+        """Return the layout of each tensor by name."""
         kind = self._parsed.kind
         plan: TensorPlan | None = None
         if kind == "hf-tp":
@@ -241,7 +237,7 @@ class _Sharded:
                 layer = next(iter(numbers.values()), None)
                 if plan is not None:
                     spec = plan.spec(name, len(shape), shape)
-                assert spec is not None, "every kind has its rule"
+                assert spec is not None, "each kind has a rule"
                 mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
                 dtype = "float32" if keeps_dtype(name) else self._dtype
                 layouts[name] = Layout(mesh, spec, shape, dtype)
@@ -250,7 +246,7 @@ class _Sharded:
         return ModelLayouts(layouts, padding)
 
     def _targets(self) -> Iterator[_Target]:
-        """Yield the tensors of the place that the layout is about."""
+        """Yield the tensors of the trainer or engine."""
         place = self._parsed.place
         views: dict[str, str] = {}
         rows: dict[str, list[tuple[Side, str]]] = {}
@@ -293,8 +289,8 @@ class _Sharded:
             axes, size = (("dp", "tp"), self._tp * self._dp) if vllm else (("etp",), self._etp)
             if cut == "summed" and not vllm and size > 1:
                 raise LayoutError(
-                    f"{self._shown(target)}: biases of experts are not sharded by Megatron-core; "
-                    f"give etp=1, not {size}"
+                    f"{self._shown(target)}: Megatron-core does not shard biases of experts; give "
+                    f"etp=1, not {size}"
                 )
         if cut == "summed" and vllm and size > 1:
             pending: dict[Axis, ReduceOp] = dict.fromkeys(axes, "sum")
@@ -314,7 +310,7 @@ class _Sharded:
         shape: tuple[int, ...],
         size: int,
     ) -> tuple[Part, ...]:
-        """Return the pieces of a dim that are cut separately; none if it is one piece."""
+        """Return the separately sharded parts of a dim; empty if it is one part."""
         first, *rest = dims[dim]
         width = prod(self._known[name] for name in rest)
         by = "etp" if self._parsed.kind == "megatron" and size == self._etp != self._tp else "tp"
@@ -324,7 +320,7 @@ class _Sharded:
             groups = self._known.get("g", heads)
             if groups % size and size % groups:
                 raise LayoutError(
-                    f"{groups} key-value heads neither divide nor are divided by {by}={size}; "
+                    f"{groups} key-value heads neither divide nor are divisible by {by}={size}; "
                     "choose another number of ranks"
                 )
         else:
@@ -342,7 +338,7 @@ class _Sharded:
             return ()
         if self._model.family.name == "gpt-oss" and size > groups:
             raise LayoutError(
-                f"vLLM does not copy the {groups} key-value heads of gpt-oss to {size}"
+                f"vLLM does not copy the {groups} key-value heads of gpt-oss; give tp={groups}"
             )
         parts = []
         for _, (length, cut) in sorted(pieces.items()):
@@ -356,15 +352,15 @@ class _Sharded:
         """Return the name of the first tensor of a target."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
-    def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:
+    def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:
         if size % ranks:
             raise LayoutError(
-                f"{size} {what} do not divide by {axis}={ranks}; choose another number of ranks"
-                + (", or state a padded_vocab in the config" if "embed" in what else "")
+                f"{size} {label} do not divide by {axis}={ranks}; choose another number of ranks"
+                + (", or add padded_vocab to the config" if "embed" in label else "")
             )
 
     def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:
-        """Return the devices that hold a tensor."""
+        """Return the mesh of the devices that have the tensor."""
         if self._parsed.kind == "fsdp":
             return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("replicate", "dp"))
         if self._parsed.kind != "megatron":
@@ -390,9 +386,9 @@ class _Sharded:
         layers = self._parsed.layers or (count // self._pp,) * self._pp
         if sum(layers) != count or len(layers) != self._pp:
             raise LayoutError(
-                f"{count} layers do not lie in pp={self._pp} stages"
+                f"{count} layers do not fill pp={self._pp} stages"
                 + (f" of {', '.join(map(str, layers))}" if self._parsed.layers else "")
-                + "; give those of each stage, as layers=16+15"
+                + "; give the layers per stage, as layers=16+15"
             )
         if layer is None or not placeholders(target.name):
             return 0 if target.name.startswith("embedding.") else self._pp - 1
@@ -406,7 +402,7 @@ class _Sharded:
 _COLUMNS: Final = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROWS: Final = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED: Final = {"packed_colwise": -2, "packed_rowwise": -1}
-_WHOLE: Final = {
+_REPLICATED: Final = {
     *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts"),
     *("moe_identity_expert", "ep_router", "gather", "sequence_parallel", "activation"),
 }
@@ -414,17 +410,22 @@ _HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
 
 
 class TensorPlan(NamedTuple):
-    """The styles of a model's tensors, by patterns of names in which ``*`` is a number."""
+    """Styles of a model's tensors by patterns of names; ``*`` stands for a number.
+
+    >>> plan = TensorPlan({"layers.*.up_proj": "colwise"}, ranks=2, head_dim=4)
+    >>> str(plan.spec("layers.0.up_proj.weight", 2, (8, 4)))
+    '[S(tp),R]'
+    """
 
     styles: Mapping[str, str]
     ranks: int
     head_dim: int
 
     def spec(self, name: str, dims: int, shape: tuple[int, ...]) -> ShardingSpec:
-        """Return how a tensor is sharded; LayoutError if it cannot be, or its style is unknown."""
+        """Return the spec of a tensor; raises `LayoutError` for unknown styles and uneven sizes."""
         module, _, last = name.rpartition(".")
-        ends = (name, module) if last in ("weight", "bias") else (name,)
-        style = next((self.styles[key] for key in map(_numberless, ends) if key in self.styles), "")
+        keys = (name, module) if last in ("weight", "bias") else (name,)
+        style = next((self.styles[key] for key in map(_numberless, keys) if key in self.styles), "")
         bias = last == "bias"
         cut: int | None = None
         if style in _COLUMNS or style in _PACKED:
@@ -433,7 +434,7 @@ class TensorPlan(NamedTuple):
             cut = None if bias else dims - 1
         elif style in ("embedding_rowwise", "grouped_gemm"):
             cut = 0
-        elif style and style not in _WHOLE:
+        elif style and style not in _REPLICATED:
             raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")
         if cut is None or self.ranks == 1:
             return ShardingSpec(dims)
@@ -456,14 +457,12 @@ def _numberless(name: str) -> str:
 
 
 def plan_specs(config: Mapping[str, object], ranks: int, head_dim: int) -> TensorPlan:
-    """Return the plan of the installed transformers for a model; it is built without memory."""
+    """Return transformers' plan for a model, which is built on the meta device."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise LayoutError(
-            "the layout hf-tp is that of the installed transformers; install it"
-        ) from None
+        raise LayoutError("the layout hf-tp needs the package transformers; install it") from None
     values = {key: value for key, value in config.items() if key != "model_type"}
     built = AutoConfig.for_model(str(config.get("model_type")), **values)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Selects the weights of linear layers, the only ones to quantize."""
+"""Selects the weights to quantize: those of linear layers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,24 +11,29 @@ from shardspec.resharding.map_file import form_of, text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 
-_OTHERS: Final = re.compile(
+_NOT_QUANTIZED: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
-"""Names of matrices that belong to no linear layer, or to one that is not quantized."""
-_MOST_REPEATS: Final = 4
-"""Repeats in a regular expression of a config: more may take hours to match."""
+"""Names of matrices that are never quantized, such as embeddings."""
+_MAX_REPEATS: Final = 4
+"""Maximum repeats in a regular expression of a config; more may take hours to match."""
 
 
 class LinearLayers:
-    """The linear layers of a model, by the names of their weights."""
+    """Names of the weights of a model's linear layers.
+
+    >>> layers = LinearLayers({"model_type": "llama"})
+    >>> "model.layers.0.mlp.up_proj.weight" in layers, "model.embed_tokens.weight" in layers
+    (True, False)
+    """
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self._forms: set[str] | None = None
         self.model_type = text_config(config).get("model_type")
         try:
             family = family_of(config)
-        except LayoutError:  # other models: the usual names of linear layers decide
+        except LayoutError:  # for other models, usual names decide
             return
         self._forms = {
             form
@@ -40,21 +45,21 @@ class LinearLayers:
 
     def __contains__(self, name: object) -> bool:
         if self._forms is None:
-            return not (is_other(str(name)) or str(name).endswith("bias"))
+            return not (is_exempt(str(name)) or str(name).endswith("bias"))
         return form_of(str(name)) in self._forms
 
 
 def module_of(name: str) -> str:
-    """Return the module that a weight is of."""
+    """Return the name of a weight's module, without ``.weight``."""
     return name.removesuffix(".weight")
 
 
 class SkippedModules:
-    """The modules that configs list as not quantized, in any form that a reader of them takes.
+    """Modules that a config lists as not quantized.
 
-    An entry is the start of a module's name, up to a dot, or its end (transformers), a shell
-    pattern (modelopt), or a regular expression after ``re:`` (compressed-tensors). A ``.weight`` at
-    its end does not count.
+    An entry is the first words or the end of a module's name (transformers), a shell pattern
+    (modelopt), or a regular expression after ``re:`` (compressed-tensors). A final ``.weight`` is
+    ignored.
 
     >>> skipped = SkippedModules(["down_proj", "model.layers.1", "model.layers.*.self_attn"])
     >>> [f"model.layers.{name}.weight" in skipped
@@ -68,29 +73,33 @@ class SkippedModules:
         plain = [entry for entry in entries if entry[:3] != "re:"]
         self._patterns = [entry for entry in plain if set(entry) & set("*?[")]
         self._names = {entry.rstrip(".") for entry in plain}
-        self._ends = tuple(plain)
+        self._suffixes = tuple(plain)
         for pattern in self._regular:
-            if len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or ")+" in pattern:
+            if len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or ")+" in pattern:
                 raise LayoutError(
-                    f"the config skips modules by {shown(pattern)}, which takes too long to match; "
-                    "list them by their names"
+                    f"the config skips modules by {shown(pattern)}, which may take hours to match; "
+                    "list them by name"
                 )
 
     def __contains__(self, name: object) -> bool:
         module = module_of(str(name))
         parts = module.split(".")
         return (
-            module.endswith(self._ends)
+            module.endswith(self._suffixes)
             or any(".".join(parts[:count]) in self._names for count in range(1, len(parts) + 1))
             or any(re.match(pattern, module) for pattern in self._regular)
             or any(
-                fnmatchcase(module, end)
+                fnmatchcase(module, shell_pattern)
                 for pattern in self._patterns
-                for end in (pattern, f"{pattern}.*", f"*.{pattern}")
+                for shell_pattern in (pattern, f"{pattern}.*", f"*.{pattern}")
             )
         )
 
 
-def is_other(name: str) -> bool:
-    """Return True if a matrix has the name of an embedding, a norm, a router, or the like."""
-    return _OTHERS.fullmatch(name) is not None
+def is_exempt(name: str) -> bool:
+    """Return True for the name of an embedding, a norm, a router, a head and the like.
+
+    >>> is_exempt("lm_head.weight"), is_exempt("mlp.up_proj.weight")
+    (True, False)
+    """
+    return _NOT_QUANTIZED.fullmatch(name) is not None

@@ -1,7 +1,7 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-All go by the names of files of transformers. A source whose tensors have several spellings is
-first given one of them: the next map reports what is missing.
+Maps between two of these lead through the names in files of transformers. If tensors of a source
+have several spellings, a first map unifies them, and the next one reports missing tensors.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
-"""Layers are numbered, or stacked where they are alike, or numbered with stacked experts."""
+"""Numbered layers; stacked layers if they are uniform; numbered layers with stacked experts."""
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -24,7 +24,7 @@ _LOCAL: Final = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
     (".transformer_layer.", ".mtp_model_layer."),
 )
-"""Names of Transformer Engine's layers and of Megatron-core's own; and of two versions of it."""
+"""Pairs: Transformer Engine's and Megatron-core's own layers, or two versions of Megatron-core."""
 _ENGINES: Final = (
     (".experts.routed_experts.", ".experts."),
     (".block_sparse_moe.experts.", ".block_sparse_moe.experts.routed_experts."),
@@ -34,16 +34,16 @@ _ENGINES: Final = (
     (".attn.", ".self_attn."),
     ("model.embedding.", "model.embed_tokens."),
 )
-"""Names of vLLM, and those of SGLang and of older versions."""
+"""Pairs: a word in names of vLLM, and in those of SGLang or of older versions."""
 _LOCAL_EXPERT: Final = re.compile(r"(.*\.experts\.)local_experts\.\{e\}\.(linear_fc([12]))\.(\w+)")
 
 
 def chain_of(
     model: Model, source: str, target: str, names: Iterable[str] | None = None
 ) -> tuple[NameMap, ...]:
-    """Return the maps of a model from one format to another.
+    """Return the maps of a model from one format to another, to be applied in turn.
 
-    If the `names` of the source are given, what they are spelled like already is not mapped.
+    `names` of the source, if given, save the first map when they have the usual spelling.
     """
     for place in (source, target):
         refuse(model, place)
@@ -55,28 +55,28 @@ def chain_of(
     to_hf = source != "hf" and target in ("hf", "live", "fused")
     to_hf = to_hf or (source == "fused" and target in _MEGATRON)
     if to_hf and source != target:
-        maps.append(back(model, "fused" if source == "fused" else "megatron"))
+        maps.append(map_to_files(model, "fused" if source == "fused" else "megatron"))
     if target in _MEGATRON:
         if source not in _MEGATRON:
-            maps.append(forth(model, "megatron"))
+            maps.append(map_from_files(model, "megatron"))
         if target == "sharded":
-            maps.append(_placed(model.with_numbered_layers(), stacked=True))
+            maps.append(_to_saved(model.with_numbered_layers(), stacked=True))
         elif target == "torch_dist" or source in _MEGATRON:
-            maps.append(_placed(model, stacked=target == "torch_dist"))
+            maps.append(_to_saved(model, stacked=target == "torch_dist"))
     elif target == source:
-        maps.append(_same(model, target))
+        maps.append(_identity(model, target))
     elif target == "fused":
-        maps.append(forth(model, "fused"))
+        maps.append(map_from_files(model, "fused"))
     if target in ("hf", "live"):
         place = "file" if target == "hf" else "live"
         if not maps or any(tensor.places[place] != tensor.side for tensor in model.tensors):
-            maps.append(forth(model, place))
+            maps.append(map_from_files(model, place))
     return tuple(maps)
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
-    """Return every name or pattern that each tensor of a format may have, by its own name."""
-    map_ = _from_spellings(model, source) or _same(model, source)
+    """Return for each name in a format all its spellings, as names or patterns."""
+    map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
         spelled.setdefault(right[0], []).append(left[0])
@@ -86,13 +86,13 @@ def spellings(model: Model, source: str) -> dict[str, list[str]]:
 
 
 def refuse(model: Model, place: str) -> None:
-    """Raise LayoutError if a family has no way to or from a place."""
+    """Raise LayoutError if a family has no map to or from a place."""
     key = "megatron" if place in _MEGATRON else place
     if key in model.family.refused:
         raise LayoutError(model.family.refused[key])
 
 
-def forth(model: Model, place: str) -> NameMap:
+def map_from_files(model: Model, place: str) -> NameMap:
     """Return the map from the names of files to those of a place."""
     refuse(model, place)
     rules: list[tuple[Side, Side]] = []
@@ -112,16 +112,16 @@ def forth(model: Model, place: str) -> NameMap:
     return _map(model, rules, zeros, unused)
 
 
-def back(model: Model, place: str) -> NameMap:
+def map_to_files(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
-    reverse = forth(model, place).reversed()
-    # How far a vocabulary was padded, its tensor says.
+    reverse = map_from_files(model, place).reversed()
+    # The tensor has the size of the padded vocabulary.
     sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
     copies = []
     for tensor in model.tensors:
         if tensor.places[place] is None:
             side = model.named(tensor.copy_of).places[place]
-            assert side is not None, "a copy is of something that has a place"
+            assert side is not None, "the origin of a copy has a place"
             view = side[1].replace("v", "padded_vocab", 1)
             copies.append(((side[0], view, "padded_vocab[:vocab_size]"), tensor.side))
     unused = (*reverse.unused, *_unused(model, place))
@@ -145,7 +145,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors that a source may have and that no rule uses."""
+    """Return the tensors in a source that no rule uses."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -158,7 +158,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Return both sides of an equation, with slices and factors that they have a use for."""
+    """Return both sides of an equation, without slices and factors that neither needs."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)
@@ -172,23 +172,23 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
     return (own[0], " ".join(dims), *own[2:]), other
 
 
-def _same(model: Model, place: str) -> NameMap:
-    """Return the map that changes nothing, and checks that every tensor exists."""
+def _identity(model: Model, place: str) -> NameMap:
+    """Return the identity map, which checks that every tensor exists."""
     if place == "hf":
         sides = [tensor.side[:2] for tensor in model.tensors]
     else:
-        to_place = forth(model, place)
+        to_place = map_from_files(model, place)
         sides = [*dict.fromkeys(right[:1] for _, right in to_place.rules)]
     return _map(model, [(side, side) for side in sides], unused=_unused(model, place))
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map from any spelling to our own; None if there is only one."""
+    """Return the map from all spellings to the usual one; None if each name has only one."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
-        for own, others in _tensors(model):
+        for own, variants in _tensors(model):
             rules.append((own, own))
-            rules += [(side, name) for side, name in others]
+            rules += [(side, name) for side, name in variants]
         place = "megatron"
     elif source == "hf":
         place = "hf"
@@ -205,7 +205,7 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
         names = {side[:1]: None for side in sides if side is not None}
         for (name,) in names:
             rules.append(((name,), (name,)))
-            # SGLang names some tensors otherwise than vLLM, so each word is replaced alone.
+            # SGLang shares some of vLLM's names, so each word is replaced separately.
             rules += [((other,), (name,)) for other in _respelled(name, _ENGINES)]
     rules = list(dict.fromkeys(rules))
     if all(left == right for left, right in rules):
@@ -219,19 +219,19 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
     """Return True if all names are target names of a map, without a prefix."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
-    kept = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
+    identities = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()
-    found = bindings_of(replace(map_, rules=kept), shapes)
-    for bound, (left, _) in zip(found, kept, strict=True):
+    bindings = bindings_of(replace(map_, rules=identities), shapes)
+    for bound, (left, _) in zip(bindings, identities, strict=True):
         matched.update(filled(left[:1], numbers)[0] for numbers in bound)
     return shapes.keys() <= matched
 
 
-def _placed(model: Model, *, stacked: bool) -> NameMap:
-    """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
+def _to_saved(model: Model, *, stacked: bool) -> NameMap:
+    """Return the map from Megatron-core's numbered tensors to their names in a checkpoint."""
     rules: list[tuple[Side, Side]] = []
-    for own, others in _tensors(model):
-        side, plain = others[0] if stacked else (own, own)
+    for own, variants in _tensors(model):
+        side, plain = variants[0] if stacked else (own, own)
         rules.append((plain, side))
     sizes = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
     map_ = _map(model, rules, unused=_unused(model, "megatron"))
@@ -239,10 +239,9 @@ def _placed(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield the tensors of Megatron-core, and other places of each: a side for one of its own.
+    """Yield each tensor of Megatron-core, and its variants as (stored side, own side).
 
-    The first is where `torch_dist` has it: stacked with those of all layers, if these are alike,
-    and with all experts.
+    The first variant is that of `torch_dist`: uniform layers stacked, and all experts stacked.
     """
     names: dict[str, str] = {}
     gated = set()
@@ -258,23 +257,23 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
         rest = dims.removeprefix("dim0")
         spelled = (name, *_respelled(name, (*_LOCAL, *(pair[::-1] for pair in _LOCAL))))
         places: list[tuple[Side, Side]] = [
-            (place, own) for other in spelled for place in _stacks(other, dims, model)
+            (place, own) for spelling in spelled for place in _stacks(spelling, dims, model)
         ]
-        # Both halves of a gated matrix apart, as `singleton_local_shards` saves them.
-        for other in spelled if name in gated else ():
+        # `singleton_local_shards` saves the halves of a gated matrix separately.
+        for spelling in spelled if name in gated else ():
             for number, half in enumerate("wv"):
                 part: Side = (name, f"(two half){rest}", f"two[{number}]")
-                places.append(((f"{_single(other)}_{half}", f"half{rest}"), part))
+                places.append(((f"{_single(spelling)}_{half}", f"half{rest}"), part))
         yield own, places
 
 
 def _single(name: str) -> str:
-    """Return what `singleton_local_shards` calls a tensor of an expert."""
+    """Return the name of an expert's tensor under `singleton_local_shards`."""
     return _LOCAL_EXPERT.sub(r"\1experts.{e}.\2.\4", name)
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
-    """Yield the places of a tensor of one spelling, that of torch_dist first."""
+    """Yield the stored sides of a tensor of one spelling, that of `torch_dist` first."""
     every: list[Side] = []
     expert = _LOCAL_EXPERT.fullmatch(name)
     if expert is not None:
@@ -286,14 +285,18 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
             every.append((f"{before}weight{number}", view, "e[{e}]"))
         every.append((_single(name), dims))
     every.append((name, dims))
-    if "{i}" in name and model.layers_alike:
+    if "{i}" in name and model.has_uniform_layers:
         for place in every:
             yield (place[0].replace(".{i}", "", 1), f"l {place[1]}", "l[{i}]", *place[2:])
     yield from every
 
 
 def _respelled(name: str, words: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a name with some words replaced, by every choice of them."""
+    """Return the names with any nonempty choice of `words` replaced.
+
+    >>> _respelled("a.b", [("a", "x"), ("b", "y")])
+    ['x.b', 'a.y', 'x.y']
+    """
     spelled = [name]
     for old, new in words:
         spelled += [spelling.replace(old, new) for spelling in spelled if old in spelling]

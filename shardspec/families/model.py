@@ -1,4 +1,4 @@
-"""The tensors of one model: a family's rows with the sizes of a config, for all layers at once."""
+"""Lists the tensors of one model: the rows of its family with the sizes of its config."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ MTP: Final = "mtp.layers."
 
 
 class Tensor(NamedTuple):
-    """A row with the names of a model: ``{i}``, ``{dense}`` and ``{moe}`` stand for its layers."""
+    """A row with full names; ``{i}``, ``{dense}`` and ``{moe}`` are placeholders for layers."""
 
     side: Side
-    """In the files of transformers, but for what a family reads from ``file``."""
+    """Name, view and slices in the files of transformers; `places` may override it."""
     places: Mapping[str, Side | None]
     cut: Mapping[str, str]
     copy_of: str = ""
-    """The name of the tensor that it repeats."""
+    """Name of the tensor that this one copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class Model:
     sizes: Mapping[str, int | str]
     tensors: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
-    """Tied heads: a checkpoint may have them too, as copies."""
+    """Tied heads, which a checkpoint may contain as copies."""
     numbers: Mapping[str, Sequence[int]]
     """Placeholder -> its numbers, if these are not all from 0 on."""
 
     @property
-    def layers_alike(self) -> bool:
-        """True if layers may be stacked."""
+    def has_uniform_layers(self) -> bool:
+        """True if all layers have the same tensors, so that they can be stacked."""
         return not {"dense", "moe"} & self.numbers.keys()
 
     def with_numbered_layers(self) -> "Model":
-        """Return the model with layers that are not to be stacked."""
+        """Return the model with layers that are never stacked."""
         return replace(self, numbers={"dense": (), **self.numbers})
 
     def named(self, name: str) -> Tensor:
-        """Return the tensor of a name, or the one that it copies if the model lacks the copy."""
+        """Return the tensor of a name; for a missing copy, its origin."""
         every = {tensor.side[0]: tensor for tensor in (*self.tensors, *self.copies)}
         own = {tensor.side[0] for tensor in self.tensors}
         while name not in own:
@@ -67,7 +67,7 @@ class Model:
         return every[name]
 
     def instances(self, text: str) -> Iterator[dict[str, int]]:
-        """Yield the numbers of every tensor of a name with placeholders."""
+        """Yield placeholder -> number for each tensor of a name with placeholders."""
         known = known_sizes(self.sizes)
         names = sorted(placeholders(text))
         ranges = [self.numbers.get(name, range(known.get(f"{{{name}}}", 0))) for name in names]
@@ -88,7 +88,7 @@ class Model:
             dims = parse_view(tensor.side[1])
             for factor in (name for factors in dims for name in factors):
                 if factor not in known:
-                    raise _unsaid(self.family, unknown_root(factor, self.sizes))
+                    raise _missing_key(self.family, unknown_root(factor, self.sizes))
             shape = tuple(prod(known[name] for name in factors) for factors in dims)
             for numbers in self.instances(tensor.side[0]):
                 shapes[filled(tensor.side[:1], numbers)[0]] = shape
@@ -96,29 +96,25 @@ class Model:
 
 
 def model_of(family: Family, config: Mapping[str, object]) -> Model:
-    """Return the tensors of a model by its config.
+    """Return the tensors of a model by its config, with transformers' defaults for missing keys.
 
-    Keys that the config lacks have the defaults of transformers' class.
-
-    Raises
-    ------
-    LayoutError
-        If the family is refused, or a size is missing.
+    Raises LayoutError if the family is refused, or a size is missing. `Model.shapes` has an
+    example.
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])
     absent = family.defaults.keys() - text_config(config).keys()
     defaults = {name: family.defaults[name] for name in absent}
     every: dict[str, int | str] = {**family.sizes, **defaults, **config_sizes(config)}
-    # The head is the wrapper's, so its config says whether it repeats the embedding.
+    # The head belongs to the wrapper, so the wrapper's config decides if it is tied.
     if "text_config" in config and isinstance(tied := config.get(_TIED), bool):
         every[_TIED] = int(tied)
     known = known_sizes(every)
     count = known.get("{i}")
     if count is None:
-        raise _unsaid(family, unknown_root("{i}", every))
+        raise _missing_key(family, unknown_root("{i}", every))
     if not 0 < count < 10**6:
-        raise LayoutError(f"the config says that there are {count} layers; correct it")
+        raise LayoutError(f"the config has {count} layers; give a number from 1 to 999999")
     sparse = moe_layers({**known, **text_config(config)}, count)
     kinds = {
         "": range(count),
@@ -163,8 +159,8 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
     if "q" in factors and known.get("q") == 0:
         heads, groups = (known[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
         raise LayoutError(
-            f"the config has {heads} attention heads and {groups} key-value heads; give "
-            "num_key_value_heads in it"
+            f"the config has {heads} attention heads and {groups} key-value heads; correct "
+            "num_key_value_heads"
         )
     numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
     return Model(family, every, tuple(tensors), tuple(copies), numbers)
@@ -187,14 +183,14 @@ def _exists(
     for word in row.when:
         size = word.removeprefix("not ")
         if size not in known:
-            raise _unsaid(family, unknown_root(size, sizes))
+            raise _missing_key(family, unknown_root(size, sizes))
         if bool(known[size]) == word.startswith("not "):
             return False
     return True
 
 
-def _unsaid(family: Family, word: str) -> LayoutError:
+def _missing_key(family: Family, word: str) -> LayoutError:
     return LayoutError(
-        f"the config does not say {shown(word)}, which the family {family.name!r} needs; give all "
-        "of the model's config.json"
+        f"the config lacks {shown(word)}, which the family {family.name!r} needs; give the model's "
+        "full config.json"
     )

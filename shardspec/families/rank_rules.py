@@ -19,7 +19,7 @@ _OLD: Final = (
     ("linear_fc2.", "dense_4h_to_h."),
     ("output_layer.", "word_embeddings_for_head."),
 )
-"""Names of Megatron-core, and those before it."""
+"""Pairs: a word in names of Megatron-core, and in those of older Megatron."""
 _META: Final = {
     "*.attention.wq.weight": "self_attn.q_proj.weight",
     "*.attention.wk.weight": "self_attn.k_proj.weight",
@@ -34,7 +34,7 @@ _META: Final = {
 
 
 def _spec(cut: str, dims: int) -> str:
-    """Return how a tensor is cut over the axis tp."""
+    """Return the spec of a tensor over the axis tp."""
     cuts = ["R"] * dims
     if cut not in ("replicated", "summed"):
         cuts[-1 if cut == "rows" else 0] = "S(tp)"
@@ -45,8 +45,8 @@ def _spec(cut: str, dims: int) -> str:
 def megatron_rules(*, gated: bool) -> dict[str, object]:
     """Return the rules for the files of Megatron's ranks: pattern to spec, or spec and parts.
 
-    Where feed-forward layers are `gated`, their first matrix has two parts, each cut for itself.
-    Rows of q, k and v are sorted by group of heads, and ranks take whole groups.
+    With `gated` feed-forward layers, their first matrix has two parts that are sharded separately.
+    Rows of q, k and v are sorted by groups of heads, so ranks have entire groups.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def megatron_rules(*, gated: bool) -> dict[str, object]:
     for family in map(shipped_family, family_names()):
         for _, row in rows_in(family):
             side, cut = row.places["megatron"], row.cut.get("megatron", "replicated")
-            # What Megatron-core's own layers shard, those of Transformer Engine do not.
+            # Transformer Engine's layers do not shard latent tensors.
             if side is None or cut == "latent":
                 continue
             dims = parse_view(side[1])
@@ -77,7 +77,7 @@ def megatron_rules(*, gated: bool) -> dict[str, object]:
 
 @lru_cache(1)
 def meta_rules() -> dict[str, object]:
-    """Return the rules for the files of Meta's LLaMA, but for the embedding.
+    """Return the rules for the files of Meta's LLaMA, except for the embedding.
 
     >>> meta_rules()["*.attention.wo.weight"]
     '[R,S(tp)]'

@@ -1,4 +1,9 @@
-"""Recognizes the names of a checkpoint's tensors by a model's family, with any prefix or suffix."""
+"""Finds the format of a checkpoint's tensor names, which may have any prefix.
+
+>>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
+>>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")
+('lm_head.weight', 'actor.model.norm.weight')
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -23,22 +28,22 @@ _SHOWN: Final = 3
 
 
 class Spelling(NamedTuple):
-    """Text before the names of a source, and the text that a format has there."""
+    """Prefixes of the names in a source, and the prefix of the format."""
 
     base: str
-    """Text before the tensors of the base model in the format, as ``model.``; the head has none."""
+    """Prefix of the base model in the format, as ``model.``; the head has none."""
     inner: str
-    """Text before the tensors of the base model in the source."""
+    """Prefix of the base model in the source."""
     outer: str
-    """Text before the other tensors in the source."""
+    """Prefix of other tensors in the source."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the source has the names of the format."""
+        """True if names of source and format are equal."""
         return self.inner == self.base and not self.outer
 
     def plain(self, name: str, forms: Collection[str]) -> str:
-        """Return the name of the format for a name of the source, the same if there is none."""
+        """Return the name in the format for a name in the source."""
         if self.is_plain:
             return name
         plain = self.base + name.removeprefix(self.inner)
@@ -47,28 +52,28 @@ class Spelling(NamedTuple):
         return name.removeprefix(self.outer)
 
     def spelled(self, plain: str) -> str:
-        """Return the name of the source for a name of the format."""
+        """Return the name in the source for a name in the format."""
         if self.base and plain.startswith(self.base):
             return self.inner + plain.removeprefix(self.base)
         return self.outer + plain
 
 
 class Recognized(NamedTuple):
-    """The names of a source."""
+    """The format and the tensors of a source, recognized by its names."""
 
     format: str
     """``hf``, ``megatron`` or ``fused``."""
     spelling: Spelling
     known: Mapping[str, str]
-    """Tensors of the family: name in the source to name in the format."""
+    """Name in the source -> name in the format, of the family's tensors."""
     strange: tuple[str, ...]
-    """Names in the source of other tensors."""
+    """Names of other tensors in the source."""
     absent: tuple[Tensor, ...]
     """Tensors of the model that the source lacks."""
 
     @property
     def text(self) -> str:
-        """The tool that uses the names, and what precedes them."""
+        """Tool with such names, and their prefix."""
         _, inner, outer = self.spelling
         if self.spelling.is_plain:
             return _CALLED[self.format]
@@ -86,11 +91,11 @@ def recognize(
     model
         The model.
     shapes
-        Name to global shape of the tensors that are requested.
+        Name to global shape of the requested tensors.
     where
         The source, for errors.
     behind
-        Names of the tensors that the source has too.
+        Names of the other tensors in the source.
 
     Raises
     ------
@@ -104,19 +109,19 @@ def recognize(
         forms = {form_of(name) for every in names.values() for name in every}
         spelling = _spelling(model, format, samples, forms)
         hits = sum(form_of(spelling.plain(name, forms)) in forms for name in samples.values())
-        # GPT-2 has the same names in files and in engines, where matrices are transposed.
+        # Names of GPT-2 in files and in engines are equal; shapes differ by a transposition.
         sizes = {spelling.plain(name, forms): shape for name, shape in shapes.items()}
         fits = _fitting(model, format, sizes)
         ranked.append((hits, fits, format == "hf", format, spelling, forms))
-    *_, format, spelling, forms = max(ranked, key=lambda one: one[:3])
+    *_, format, spelling, forms = max(ranked, key=lambda entry: entry[:3])
     plain = {name: spelling.plain(name, forms) for name in shapes}
     known = {name: own for name, own in plain.items() if form_of(own) in forms}
     strange = tuple(sorted(shapes.keys() - known.keys()))
     if not known:
         first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
         raise LayoutError(
-            f"{where}: no tensor has a name of the family {model.family.name!r}; the names start "
-            f"with {first}, of {_users(strange[:1])}; give the config of that model"
+            f"{where}: no tensor has a name of the family {model.family.name!r}; the first names, "
+            f"{first}, are of {_users(strange[:1])}; give the config of that model"
         )
     every = {*known.values()} | {spelling.plain(name, forms) for name in behind}
     by_form = names_by_form(every)
@@ -140,8 +145,8 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
     rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise LayoutError(
         f"{where}: a model of the family {model.family.name!r} with this config has no "
-        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, which is of "
-        f"{_users(strange)}; correct the config, or leave such tensors behind by name with ",
+        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, of "
+        f"{_users(strange)}; correct the config, or exclude such tensors with ",
         Argument("drop"),
     )
 
@@ -149,7 +154,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
 def _spelling(
     model: Model, format: str, samples: Mapping[str, str], forms: Collection[str]
 ) -> Spelling:
-    """Return what precedes the names of a source; `samples` has a name of each form."""
+    """Return the prefixes of names in a source; `samples` has one name of each form."""
     prefix = model.family.prefix["hf"]
     nested = format != "megatron" and prefix.count(".") > 2
     base = prefix[: prefix.index(".") + 1] if nested else ""
@@ -165,14 +170,14 @@ def _spelling(
     inner, outer = Counter[str](), Counter[str]()
     for name in samples.values():
         words = name.split(".")
-        ends = (".".join(words[at:]) for at in range(len(words)))
-        for end in ends:
-            if (kind := form_of(end)) in cores:
+        suffixes = (".".join(words[at:]) for at in range(len(words)))
+        for suffix in suffixes:
+            if (kind := form_of(suffix)) in cores:
                 # A vision tower may have layers of the same names, and no embedding of tokens.
-                inner[name.removesuffix(end)] += len(samples) if kind in embeddings else 1
+                inner[name.removesuffix(suffix)] += len(samples) if kind in embeddings else 1
                 break
             if kind in outers:
-                outer[name.removesuffix(end)] += 1
+                outer[name.removesuffix(suffix)] += 1
                 break
     lead = inner.most_common(1)[0][0] if inner else base
     if outer:
@@ -181,7 +186,7 @@ def _spelling(
 
 
 def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
-    """Return the number of tensors whose shapes are those of a format."""
+    """Return the number of tensors in `shapes` whose shape is that of the model in a format."""
     known, count = known_sizes(model.sizes), 0
     for tensor in model.tensors:
         side = tensor.places["file" if format == "hf" else format]
@@ -195,7 +200,7 @@ def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _users(names: Collection[str]) -> str:
-    """Return as text the families that have a tensor of the first of some names."""
+    """Return as text the families with a tensor of the first name."""
     form = next(map(form_of, names), "")
     users = []
     for family_name in family_names():
@@ -203,4 +208,4 @@ def _users(names: Collection[str]) -> str:
         if (row := next(rows, None)) is not None:
             where = f" (where {', '.join(row.when)})" if row.when else ""
             users.append(f"{family_name!r}{where}")
-    return f"families {', '.join(users)}" if users else "no family that is known"
+    return f"families {', '.join(users)}" if users else "no known family"

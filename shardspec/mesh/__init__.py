@@ -1,1 +1,1 @@
-"""`DeviceMesh`, the ids of its devices, and the process groups of a job over it."""
+"""Device meshes, checks of their arguments, and the process groups of a job."""

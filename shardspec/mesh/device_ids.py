@@ -1,4 +1,14 @@
-"""Checks of the arguments of meshes: numbers, device ids, axes, names and links."""
+"""Checks of the arguments of meshes: numbers, device ids, axes, names and links.
+
+>>> grid_of([[0, 1], [2, 3]], None, None, {})
+((0, 1, 2, 3), (2, 2), None)
+>>> whole_number(3), whole_number(3.0), whole_numbers([2, 4]), seconds("1e-6"), seconds(1e-6)
+(3, None, (2, 4), None, 1e-06)
+>>> by_number("partial", {"0": "sum"}), checked_axis("tp"), id_list(range(9))
+({0: 'sum'}, 'tp', '(0, 1, 2, 3, 4, 5, 6, 7, … 9 in all)')
+>>> checked_names(["dp", "tp"], (2, 4)), checked_links("mesh_alpha", [1e-5, 3e-6], (2, 4))
+(('dp', 'tp'), (1e-05, 3e-06))
+"""
 
 import math
 import operator
@@ -19,7 +29,7 @@ class _HasToList(Protocol):
 Ids: TypeAlias = _HasToList | Iterable[object]
 
 
-class TorchWords(TypedDict, total=False):
+class TorchArguments(TypedDict, total=False):
     """Arguments of a mesh under torch's names."""
 
     device_type: str | None
@@ -28,15 +38,15 @@ class TorchWords(TypedDict, total=False):
 
 
 SECONDS: Final = (1e-100, 1e9)
-"""The least and the most seconds accepted per message or byte, besides 0."""
+"""Accepted range of seconds per message or byte; 0 is accepted too."""
 SECONDS_RULE: Final = "0, or from 1e-100 to 1e9"
 _SHOWN: Final = 8
-_MOST_AXES: Final = 64
-"""The deepest nesting of ids, in case a list contains itself."""
+_MAX_DEPTH: Final = 64
+"""Maximum nesting of ids; a list may contain itself."""
 
 
-def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
-    """Return a whole number of any type as an int; None for anything else, such as 3.0 or True."""
+def whole_number(value: Any) -> int | None:  # noqa: ANN401  # any argument
+    """Return an integer of any type as an int; None for other values, such as 3.0 or True."""
     if isinstance(value, bool):
         return None
     try:
@@ -46,9 +56,9 @@ def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller
 
 
 def seconds(value: Any) -> float | None:  # noqa: ANN401
-    """Return seconds per message or byte as a float; None unless they are 0 or within `SECONDS`.
+    """Return seconds as a float; None unless they are 0 or within `SECONDS`.
 
-    Within these limits no sum or quotient of prices overflows.
+    In this range sums and quotients of prices do not overflow.
     """
     if isinstance(value, bool | str | bytes):
         return None
@@ -61,30 +71,23 @@ def seconds(value: Any) -> float | None:  # noqa: ANN401
 
 
 def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
-    """Return a bound in bytes as an int, None for None; raises `LayoutError` for anything else."""
+    """Return a limit in bytes as an int, None for None; raises `LayoutError` for other values."""
     number = whole_number(value)
     if isinstance(value, float) and value.is_integer():
         number = int(value)
     if value is not None and (number is None or number < 0):
-        raise LayoutError(
-            f"max_bytes is {shown(value)}; give a whole number of bytes, or leave it out"
-        )
+        raise LayoutError(f"max_bytes is {shown(value)}; give a whole number of bytes, or omit it")
     return None if number is None else min(number, 2**63 - 1)
 
 
-def listed(ids: Sequence[int]) -> str:
-    """Return the ids as text; of a long list the first ones, and how many there are."""
+def id_list(ids: Sequence[int]) -> str:
+    """Return the ids as text; for more than 8, the first ones and the count."""
     first = ", ".join(map(str, ids[:_SHOWN]))
-    return f"{first}, … {len(ids)} in all" if len(ids) > _SHOWN else first
-
-
-def some(ids: Sequence[int]) -> str:
-    """Return `listed` in brackets."""
-    return f"({listed(ids)})"
+    return f"({first}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({first})"
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return a sequence of whole numbers as ints; None for anything else."""
+    """Return a sequence of integers as ints; None for other values."""
     items = tuple(values) if isinstance(values, Iterable) else (None,)
     if {*map(type, items)} <= {int}:
         return cast(tuple[int, ...], items)
@@ -100,29 +103,31 @@ def checked_axis(axis: object) -> int | str:
         return axis
     number = whole_number(axis)
     if number is None or number < 0:
-        raise AxisError(f"axis {shown(axis)}: an axis is a number from 0 or a name")
+        raise AxisError(f"axis {shown(axis)}: give a number from 0 or a name")
     return number
 
 
-def by_number(what: str, given: object) -> dict[Any, Any]:
-    """Return a mapping with keys of decimal digits as ints; other keys are unchanged."""
-    if not isinstance(given, Mapping | None):
-        raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
+def by_number(label: str, mapping: object) -> dict[Any, Any]:
+    """Return a mapping whose numeric keys, such as "0", are ints; other keys are unchanged."""
+    if not isinstance(mapping, Mapping | None):
+        raise AxisError(f"{label} is a {type(mapping).__name__}; give a dict, as in {{0: [0]}}")
     result: dict[Any, Any] = {}
-    for key, value in (given or {}).items():
+    for key, value in (mapping or {}).items():
         number = whole_number(key)
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
             number = int(key)
         if number in result and number is not None:
-            raise AxisError(f"{what} has the key {number} twice, as a number and as text")
+            raise AxisError(
+                f"{label} has the key {number} twice, as a number and as text; give one"
+            )
         result[key if number is None else number] = value
     return result
 
 
 def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids in row-major order, and the shape of their nesting.
+    """Return the ids in row-major order, and the shape of their nested lists.
 
-    Raises `MeshError` if they form no grid, repeat, or are not whole numbers from 0.
+    Raises `MeshError` if rows differ in length, or ids repeat or are not integers from 0.
     """
     shape: list[int] = []
     level = [_plain(ids)]
@@ -132,17 +137,17 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len({len(row) for row in rows}) != 1:
             raise MeshError("the device ids form no grid: rows differ in length")
         shape.append(len(rows[0]))
-        if len(shape) > _MOST_AXES:
-            raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
+        if len(shape) > _MAX_DEPTH:
+            raise MeshError(f"the device ids are nested more than {_MAX_DEPTH} deep")
         level = [_plain(item) for row in rows for item in row]
-    if from_tensor:  # tensors of floats are torch's default
+    if from_tensor:  # torch's default dtype is a float
         level = [
             int(item) if isinstance(item, float) and item.is_integer() else item for item in level
         ]
     plain_ids = whole_numbers(level)
     if plain_ids is None:
-        wrong = next(item for item in level if whole_number(item) is None)
-        raise MeshError(f"device id {shown(wrong)} is not a whole number")
+        invalid = next(item for item in level if whole_number(item) is None)
+        raise MeshError(f"device id {shown(invalid)} is not a whole number")
     if plain_ids and min(plain_ids) < 0:
         raise MeshError(
             f"device id {min(plain_ids)} is negative; ids are global rank numbers from 0"
@@ -157,24 +162,24 @@ def grid_of(
     physical_mesh_id: Ids | None,
     mesh_shape: Ids | None,
     logical_mesh_id: Ids | None,
-    words: TorchWords,
+    arguments: TorchArguments,
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
     """Return the ids, the shape and the device type in the arguments of a mesh.
 
-    They are spelled as here or as in torch, where the device type comes first. Raises `MeshError`
-    if they contradict each other, and `TypeError` for other words.
+    The order is that of `DeviceMesh` or torch's, with the device type first. Raises `MeshError` if
+    arguments contradict each other, and `TypeError` for unknown keywords.
     """
-    if unknown := words.keys() - TorchWords.__annotations__.keys():
+    if unknown := arguments.keys() - TorchArguments.__annotations__.keys():
         raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
-    device_type, mesh = words.get("device_type"), words.get("mesh")
+    device_type, mesh = arguments.get("device_type"), arguments.get("mesh")
     if isinstance(physical_mesh_id, str):
-        given = [ids for ids in (mesh_shape, mesh) if ids is not None]
-        if device_type is not None or logical_mesh_id is not None or len(given) != 1:
+        torch_ids = [ids for ids in (mesh_shape, mesh) if ids is not None]
+        if device_type is not None or logical_mesh_id is not None or len(torch_ids) != 1:
             raise MeshError(
-                f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
-                "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+                f"DeviceMesh({shown(physical_mesh_id)}, ...): give nested ids after the device "
+                "type, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
             )
-        device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
+        device_type, physical_mesh_id, mesh_shape = physical_mesh_id, torch_ids[0], None
     elif mesh is not None and physical_mesh_id is None:
         physical_mesh_id = mesh
     elif mesh is not None or physical_mesh_id is None:
@@ -183,15 +188,15 @@ def grid_of(
         isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
     ):
         raise MeshError(
-            f"device type {shown(device_type)}: give a name without an index, as 'cpu' or 'cuda'"
+            f"device type {shown(device_type)}: give a name without an index, 'cpu' or 'cuda'"
         )
     ids, shape = physical, _ = _ids_and_shape(physical_mesh_id)
     if logical_mesh_id is not None:
         ids, shape = _ids_and_shape(logical_mesh_id)
         if set(ids) != set(physical):
             raise MeshError(
-                f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
-                f"holds {some(sorted(physical))}; give the same ids in both"
+                f"logical_mesh_id has the ids {id_list(sorted(ids))} but physical_mesh_id "
+                f"has {id_list(sorted(physical))}; give the same ids in both"
             )
     if mesh_shape is not None:
         sizes = whole_numbers(mesh_shape)
@@ -207,28 +212,28 @@ def grid_of(
         shape = sizes
     if not shape or min(shape) < 1:
         raise MeshError(
-            f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
+            f"mesh shape {shown(shape)}: give at least one axis, each of at least 1 device"
         )
     if math.prod(shape) != len(ids):
         raise MeshError(
-            f"mesh shape {'x'.join(map(shown, shape))} has {shown(math.prod(shape))} places "
-            f"but {len(ids)} device ids were given"
+            f"mesh shape {'x'.join(map(shown, shape))} needs {shown(math.prod(shape))} device ids, "
+            f"but {len(ids)} were given"
         )
     return ids, shape, device_type
 
 
 def _per_axis(
-    what: str, given: object, shape: tuple[int, ...], example: str
+    label: str, values_of_axes: object, shape: tuple[int, ...], example: str
 ) -> tuple[Any, ...] | None:
-    """Return one value per axis of a mesh, or None if not given; raises `MeshError`."""
-    if given is None:
+    """Return one value per axis of a mesh, or None for None; raises `MeshError`."""
+    if values_of_axes is None:
         return None
-    if not isinstance(given, Iterable):
-        raise MeshError(f"{what}s {shown(given)}: give {example}")
-    values = tuple(given)
+    if not isinstance(values_of_axes, Iterable):
+        raise MeshError(f"{label}s {shown(values_of_axes)}: give {example}")
+    values = tuple(values_of_axes)
     if len(values) != len(shape):
         raise MeshError(
-            f"{counted(len(values), what)} given for a mesh with "
+            f"{counted(len(values), label)} given for a mesh with "
             f"{counted(len(shape), 'axis', 'axes')}"
         )
     return values
@@ -246,19 +251,19 @@ def checked_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
 
 
 def checked_links(
-    what: str, values: Sequence[float] | None, shape: tuple[int, ...]
+    label: str, links: Sequence[float] | None, shape: tuple[int, ...]
 ) -> tuple[float, ...] | None:
     """Return the seconds per message or byte of every axis; raises `MeshError` if invalid."""
-    given = _per_axis(f"{what} value", values, shape, "one number per axis, as in (1e-5, 3e-6)")
-    if given is None:
+    values = _per_axis(f"{label} value", links, shape, "one number per axis, as in (1e-5, 3e-6)")
+    if values is None:
         return None
-    numbers = [number for value in given if (number := seconds(value)) is not None]
-    if len(numbers) == len(given):
+    numbers = [number for value in values if (number := seconds(value)) is not None]
+    if len(numbers) == len(values):
         return tuple(numbers)
     rule = "a finite number, not negative"
-    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in given):
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
         rule = f"{SECONDS_RULE} s"
-    raise MeshError(f"{what} {shown(given)}: each value must be {rule}")
+    raise MeshError(f"{label} {shown(values)}: each value must be {rule}")
 
 
 def _plain(ids: object) -> object:

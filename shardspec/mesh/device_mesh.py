@@ -1,7 +1,7 @@
 """The device mesh: device ids arranged in a grid.
 
-An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is a plain value: it
-owns no process group, so that planning needs no job, no GPU and no rank.
+An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is a plain value
+without process groups, so planning needs no job, no GPU and no rank.
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Unpack, get_arg
 from shardspec.errors import AxisError, MeshError, NotTorchMeshError
 from shardspec.mesh.device_ids import (
     Ids,
-    TorchWords,
+    TorchArguments,
     checked_links,
     checked_names,
     grid_of,
-    some,
+    id_list,
     whole_number,
 )
 from shardspec.text import counted, html_table, shown
@@ -34,7 +34,7 @@ Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
 _MAX_SHOWN: Final = 1024
-"""The most devices of a mesh that notebooks show."""
+"""Maximum size of a mesh that notebooks show as a table."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
@@ -42,9 +42,8 @@ _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch f
 class DeviceMesh:
     """Device ids arranged in a grid.
 
-    ``DeviceMesh("cuda", [[0, 1], [2, 3]])``, torch's way of writing it, is the same mesh as
-    ``DeviceMesh([[0, 1], [2, 3]])``. As in torch, the former also starts the job if torchrun
-    started the program, and every rank constructs it.
+    ``DeviceMesh("cuda", [[0, 1], [2, 3]])``, as in torch, equals ``DeviceMesh([[0, 1], [2, 3]])``.
+    The former also starts the job if torchrun started the program; every rank then constructs it.
 
     Parameters
     ----------
@@ -55,19 +54,19 @@ class DeviceMesh:
         Devices along each axis, the outermost axis first. Defaults to the shape of
         `logical_mesh_id`, or of `physical_mesh_id`.
     logical_mesh_id
-        The same ids already arranged, as an alternative to `mesh_shape`.
+        The same ids as nested lists, as an alternative to `mesh_shape`.
     mesh_alpha, mesh_beta
-        Per axis: start-up latency in seconds a message, and transfer cost in seconds a byte (the
-        inverse of the bandwidth). Give both or neither.
+        Per axis: latency in seconds per message, and transfer time in seconds per byte (the inverse
+        of the bandwidth). Give both or neither.
     axis_names
         Per axis: a name, usable wherever an axis number is.
     link_model
         ``"ring"``: every axis has dedicated links. ``"shared-bus"``: all devices share one bus, as
-        processes on one host do, and the total of the bytes moved counts.
+        processes on one host do, so prices count the bytes of all devices together.
     links
-        The links of the cluster in place of `mesh_alpha` and `mesh_beta`: the name of a preset or
-        a file of ``shardspec links import``, one name an axis, or a
-        `shardspec.comm.cluster.Cluster`; read when something is priced.
+        Links of the cluster, instead of `mesh_alpha` and `mesh_beta`: a preset, a file that
+        ``shardspec links import`` wrote, a sequence of one per axis, or a
+        `shardspec.comm.cluster.Cluster`. Files are read at the first price.
     init_process_group
         Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
         construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
@@ -76,7 +75,7 @@ class DeviceMesh:
     ----------------
     device_type
         The device type of tensors in a job, ``"cpu"`` or ``"cuda"``, for torch's mesh. It may
-        precede the ids. The mesh itself is for any device.
+        precede the ids. Equality of meshes ignores it.
     mesh, mesh_dim_names
         torch's names for `physical_mesh_id` and `axis_names`.
 
@@ -88,8 +87,8 @@ class DeviceMesh:
     Examples
     --------
     >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
-    >>> mesh.coordinates(6), mesh.id_at((1, 2)), mesh.axis("tp")
-    ((1, 2), 6, 1)
+    >>> mesh.coordinates(6), mesh.id_at((1, 2)), mesh.axis("tp"), mesh.axis_labels()
+    ((1, 2), 6, 1, ['dp', 'tp'])
     >>> mesh.group(6, ["dp"]), mesh.group(0, ["dp", "tp"]), mesh.group(0, ["tp", "dp"])
     ((2, 6), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 1, 5, 2, 6, 3, 7))
     >>> mesh.groups(["tp"]), mesh.submesh({"dp": 1}).ids
@@ -125,10 +124,10 @@ class DeviceMesh:
         link_model: LinkModel = "ring",
         links: Hashable | Sequence[str] = None,
         init_process_group: bool = False,
-        **words: Unpack[TorchWords],
+        **arguments: Unpack[TorchArguments],
     ) -> None:
-        ids, shape, device_type = grid_of(physical_mesh_id, mesh_shape, logical_mesh_id, words)
-        mesh_dim_names = words.get("mesh_dim_names")
+        ids, shape, device_type = grid_of(physical_mesh_id, mesh_shape, logical_mesh_id, arguments)
+        mesh_dim_names = arguments.get("mesh_dim_names")
         if link_model not in get_args(LinkModel):
             raise MeshError(f"link_model {shown(link_model)}: use one of {get_args(LinkModel)}")
         if axis_names is not None and mesh_dim_names is not None:
@@ -159,10 +158,10 @@ class DeviceMesh:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Rebuilt rather than restored: hashes of text differ from process to process.
+        # Rebuilt instead of restored, because hashes of strings differ between processes.
         names, model = self.axis_names, self.link_model
-        made = partial(DeviceMesh, axis_names=names, link_model=model, links=self.links)
-        return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
+        rebuild = partial(DeviceMesh, axis_names=names, link_model=model, links=self.links)
+        return rebuild, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
 
     def __repr__(self) -> str:
         ids = f"range({len(self.ids)})" if self.ids == tuple(range(len(self.ids))) else None
@@ -173,7 +172,7 @@ class DeviceMesh:
             for name, default in usual.items()
             if (value := getattr(self, name)) != default
         ]
-        return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
+        return f"DeviceMesh({ids or id_list(self.ids)}, {self.shape}{''.join(options)})"
 
     def _repr_html_(self) -> str:
         """Show the ids as a table in notebooks, with the last axis across."""
@@ -221,7 +220,7 @@ class DeviceMesh:
 
     @property
     def device_type(self) -> str:
-        """The device type in the running job: that which the mesh was made with, else "cpu"."""
+        """Device type of the mesh in the running job; "cpu" by default."""
         if "torch" not in sys.modules:
             return "cpu"
         from shardspec.mesh.job import device_type_of
@@ -237,7 +236,7 @@ class DeviceMesh:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
-        """Return the number of an axis given by number or name; raises `AxisError` for others."""
+        """Return the number of an axis; raises `AxisError` for an unknown number or name."""
         if isinstance(axis, str):
             if self.axis_names is None or axis not in self.axis_names:
                 names = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
@@ -252,7 +251,7 @@ class DeviceMesh:
         return number
 
     def axis_labels(self, axes: Iterable[int] | None = None) -> list[str]:
-        """Return the names of axes, by default of all; their numbers if they have no names."""
+        """Return the names of axes, by default of all, or their numbers as text without names."""
         labels = self.axis_names or [str(axis) for axis in range(self.ndim)]
         return list(labels) if axes is None else [labels[axis] for axis in axes]
 
@@ -260,10 +259,10 @@ class DeviceMesh:
         return physical_id in self._position
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
-        """Return the coordinates of a device, one index per axis; raises `MeshError` outside."""
+        """Return the index of a device along each axis; raises `MeshError` if the mesh lacks it."""
         if physical_id not in self:
-            raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        # Computed, because a table of coordinates takes 100 MiB for a million devices.
+            raise MeshError(f"device {physical_id} is not in the mesh of ids {id_list(self.ids)}")
+        # A table of coordinates would take 100 MiB for a million devices.
         position = self._position[physical_id]
         coordinates = []
         for size in reversed(self.shape):
@@ -272,18 +271,18 @@ class DeviceMesh:
         return tuple(reversed(coordinates))
 
     def id_at(self, coordinates: Sequence[int]) -> int:
-        """Return the device at the given coordinates; raises `MeshError` outside the mesh."""
+        """Return the device at some coordinates; raises `MeshError` outside the mesh."""
         if len(coordinates) != self.ndim or not all(
             0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
         ):
-            raise MeshError(f"coordinates {tuple(coordinates)} do not lie in mesh {self}")
+            raise MeshError(f"coordinates {tuple(coordinates)} are outside mesh {self}")
         position = 0
         for index, size in zip(coordinates, self.shape, strict=True):
             position = position * size + index
         return self.ids[position]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Return the devices that differ from a device only along `axes`, including itself.
+        """Return a device's group along `axes`: the devices that differ from it only there.
 
         They are in row-major order of `axes`.
         """
@@ -303,33 +302,33 @@ class DeviceMesh:
         return tuple(self.group(self.id_at(start), numbers) for start in product(*free))
 
     def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
-        """Return the mesh along the remaining axes when each axis of `fixed` has one index."""
+        """Return the mesh along the other axes, at the index of each axis in `fixed`."""
         at = dict(zip(self._distinct(fixed), fixed.values(), strict=True))
         for axis, index in at.items():
             if whole_number(index) is None or not 0 <= index < self.shape[axis]:
-                raise MeshError(f"index {shown(index)} lies outside axis {axis} of mesh {self}")
-        kept = [a for a in range(self.ndim) if a not in at]
-        if not kept:
+                raise MeshError(f"index {shown(index)} is outside axis {axis} of mesh {self}")
+        free_axes = [a for a in range(self.ndim) if a not in at]
+        if not free_axes:
             raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
         first = self.id_at([at.get(axis, 0) for axis in range(self.ndim)])
-        return self._slice_with(first, kept)
+        return self._slice_with(first, free_axes)
 
     def _slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
         """Return the mesh along `axes`, in this order, that contains a device."""
-        kept: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
             for name in ("mesh_alpha", "mesh_beta", "axis_names")
         }
         shape = [self.shape[axis] for axis in axes]
         links = tuple(self.links[a] for a in axes) if isinstance(self.links, tuple) else self.links
-        kept |= {"link_model": self.link_model, "links": links}
-        return DeviceMesh(self.group(physical_id, axes), shape, **kept)
+        options |= {"link_model": self.link_model, "links": links}
+        return DeviceMesh(self.group(physical_id, axes), shape, **options)
 
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
-        """Return the equivalent of a torch mesh, or the original of a mesh that `to_torch` made.
+        """Return the equivalent of a torch mesh; for one made by `to_torch`, the original mesh.
 
-        It shares the groups of torch's mesh. If that has all ranks of the job, every rank calls
+        The result uses torch's groups. If the torch mesh has all ranks of the job, every rank calls
         this at the same point of the program. Raises `MeshError` for a mesh of another job.
         """
         from shardspec.mesh.job import from_torch
@@ -340,10 +339,9 @@ class DeviceMesh:
     def to_torch(self, device_type: str | None = None) -> "TorchMesh":
         """Return the equivalent torch mesh, the same each time; every rank of the job calls this.
 
-        The device type defaults to that with which this mesh, or one containing it, was made in
-        this job, else ``"cpu"``. A slice of a larger mesh becomes a slice of torch's mesh, so that
-        modules can be sharded over several slices. Axes without names are called ``axis_0``,
-        ``axis_1`` and so on.
+        The device type defaults to that of this mesh in this job, or of a mesh that contains it,
+        or to ``"cpu"``. A slice of a larger mesh becomes a slice of torch's mesh, so that modules
+        can be sharded over several slices. Axes without names become ``axis_0``, ``axis_1``, ...
         """
         from shardspec.mesh.job import to_torch
 
@@ -360,8 +358,8 @@ class DeviceMesh:
         axes = [self.axis(name) for name in names]
         from shardspec.mesh.job import rank_in
 
-        what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
-        return self._slice_with(rank_in(self, what), axes)
+        use = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
+        return self._slice_with(rank_in(self, use), axes)
 
     def flatten(self, mesh_dim_name: str | None = None) -> "DeviceMesh":
         """Return a mesh of the same devices along one axis, with the slowest link of all axes.
@@ -391,7 +389,7 @@ class DeviceMesh:
         return group_along(self, number)
 
     def get_rank(self) -> int:
-        """Return the calling rank's number in the job, whether or not it is in this mesh."""
+        """Return the calling rank's number in the job; the mesh need not contain it."""
         from shardspec.mesh.job import own_rank
 
         return own_rank()
@@ -425,7 +423,7 @@ class DeviceMesh:
 
 
 def is_in_job() -> bool:
-    """Return whether this process belongs to a torch job, started or not."""
+    """Return True if this process belongs to a torch job, even before the job is initialized."""
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_initialized()
     return running or {"RANK", "WORLD_SIZE"} <= os.environ.keys()

@@ -1,4 +1,4 @@
-"""Creation of a mesh over all ranks of the job, as `torch.distributed` has it."""
+"""Creation of a mesh over all ranks of the job, as in `torch.distributed`."""
 
 import operator
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Return a mesh of all ranks of the job, and start the job if it is not running yet.
 
-    Every rank calls this. It creates the process groups and torch's counterpart of the mesh. If
-    torchrun did not start the program, this process simulates the whole mesh.
+    Every rank calls this. It creates the process groups and torch's mesh. If torchrun did not start
+    the program, this process simulates all devices.
 
     Parameters
     ----------
     device_type
         The device type of tensors: ``"cpu"`` or ``"cuda"``.
     mesh_shape
-        Devices along each axis; the ranks are numbered row by row, as torch does.
+        Devices along each axis; ranks are numbered in row-major order, as in torch.
     axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model
         As for `DeviceMesh`.
 

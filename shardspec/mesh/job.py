@@ -1,7 +1,7 @@
 """The state of the running job: process groups, and torch's meshes over them.
 
 Every group is made once and shared: torch's meshes use existing groups, and communicators use
-groups that torch has made.
+torch's groups.
 """
 
 import atexit
@@ -37,25 +37,25 @@ class _Mesh(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """The state of a running job in a process that has joined it."""
+    """The state of a running job in one of its processes."""
 
     pid: int = field(default_factory=os.getpid)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    """Groups that every rank has made, by ascending ranks; None for groups without this rank."""
+    """Ascending ranks -> their group, made by every rank; None for groups without this rank."""
     gloo: dist.ProcessGroup | None = None
-    """The group for notes between ranks if the default group has only NCCL."""
+    """Group for notes between ranks if the default group has only NCCL."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
-    """The communicators of `shardspec.comm.process_group`, by mesh."""
+    """Mesh -> its `shardspec.comm.process_group.ProcessGroupCommunicator`."""
     notes: Any = None
     """The `shardspec.comm.notes.Notes` of the process."""
     connections: dict[int, Any] = field(default_factory=dict)
     """Rank -> data that a transport keeps for that peer."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
-    """Meshes whose groups have been made, in this order."""
+    """Meshes whose groups exist, in the order of their creation."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
     """Pairs of equivalent meshes, ours and torch's."""
     device_types: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """The device types that meshes of the job were made with, by their ids."""
+    """Ids of a mesh -> its device type."""
 
     def make_groups(self, mesh: _Mesh, least: int = 1) -> None:
         """Make the missing groups of `least` or more ranks along every axis, on every rank."""
@@ -71,25 +71,25 @@ class Job:
             self.gloo = dist.new_group(backend="gloo")
 
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
-        """Return the existing torch mesh of a mesh, for a device type or any; None without one."""
-        for other, made in self.torch_meshes:
-            if _grid(other) == _grid(mesh) and device_type in (None, made.device_type):
-                return made
+        """Return the existing torch mesh of a mesh, of any or one device type; None if missing."""
+        for own_mesh, torch_mesh in self.torch_meshes:
+            if _grid(own_mesh) == _grid(mesh) and device_type in (None, torch_mesh.device_type):
+                return torch_mesh
         return None
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the existing group of some ranks, including this one; None without one."""
+        """Return the existing group of ranks that include this one; None if missing."""
         if len(members) == dist.get_world_size():
             return dist.group.WORLD
         return self.groups.get(tuple(sorted(members)))
 
 
 _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
-"""Like torch's own global state, but only as long as the default group lives."""
+"""Default group -> its job. An entry disappears with its group."""
 
 
 def _is_nccl_alone() -> bool:
-    """Return whether the default group carries only tensors on accelerators."""
+    """Return True if the default group supports only tensors on accelerators."""
     return {part.split(":")[-1] for part in dist.get_backend_config().split(",")} == {"nccl"}
 
 
@@ -104,14 +104,14 @@ def current_job() -> Job:
     job = _JOBS.get(world)
     if job is None:
         job = _JOBS.setdefault(world, Job())
-        # A gloo thread releases a tensor some time after its collective, for which it needs the
-        # interpreter; if that is being finalised, torch aborts the process.
+        # A gloo thread releases tensors some time after a collective. If the interpreter has
+        # finished by then, torch aborts the process.
         atexit.register(time.sleep, _RELEASE_SECONDS)
     return job
 
 
 def job_store() -> Store:
-    """Return the store by which the processes of the running job have met."""
+    """Return the key-value store of the running job."""
     return _get_default_store()
 
 
@@ -141,7 +141,7 @@ def join(mesh: _Mesh) -> Job:
 
 
 def start(mesh: _Mesh, device_type: str | None = None) -> None:
-    """Initialize `torch.distributed` under torchrun unless it is, and `join` the mesh.
+    """Initialize `torch.distributed` unless it is initialized, and `join` the mesh.
 
     CUDA tensors use NCCL if CUDA is available and `device_type` is not ``"cpu"``.
     """
@@ -154,8 +154,7 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise CommunicatorError(
                 "init_process_group=True needs a job: start the program with 'torchrun "
-                f"--nproc_per_node {len(mesh.ids)} PROGRAM', or leave it out to hold the whole "
-                "mesh in this process"
+                f"--nproc_per_node {len(mesh.ids)} PROGRAM', or omit it to simulate the mesh"
             )
         backend = "gloo"
         if device_type != "cpu" and torch.cuda.is_available():
@@ -165,25 +164,25 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
             dist.init_process_group(backend)
         except (RuntimeError, ValueError, OSError) as error:  # of torch
             raise CommunicatorError(
-                f"the processes of the job did not meet: {str(error).splitlines()[0]}; start all "
-                "of them by torchrun"
+                f"the processes of the job did not connect: {str(error).splitlines()[0]}; start "
+                "all of them by torchrun"
             ) from error
     job = join(mesh)
     if device_type is not None:
         job.device_types[mesh.ids] = device_type
 
 
-def rank_in(mesh: _Mesh, what: str) -> int:
-    """Return the calling rank and `join` the mesh; raises `CommunicatorError` outside of it."""
+def rank_in(mesh: _Mesh, use: str) -> int:
+    """Return the calling rank and `join` the mesh; raises `CommunicatorError` for other ranks."""
     if not dist.is_initialized():
         raise CommunicatorError(
-            f"{what}, but torch.distributed is not initialized; start the program with torchrun, "
+            f"{use}, but torch.distributed is not initialized; start the program with torchrun, "
             "or name the indices, as in mesh.submesh({'dp': 0})"
         )
     join(mesh)
     rank = dist.get_rank()
     if rank not in mesh.ids:
-        raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
+        raise CommunicatorError(f"{use}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
     return rank
 
 
@@ -199,44 +198,44 @@ def own_rank() -> int:
 
 def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
     """Return the calling rank's process group along an axis."""
-    rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
-    made = job.torch_mesh(mesh)
-    if made is not None:
-        return made.get_group(axis)
+    rank, job = rank_in(mesh, "get_group returns a group of the calling rank"), current_job()
+    existing = job.torch_mesh(mesh)
+    if existing is not None:
+        return existing.get_group(axis)
     return job.group(mesh.group(rank, [axis])) or to_torch(mesh).get_group(axis)
 
 
 def device_type_of(mesh: _Mesh) -> str:
-    """Return the device type that a mesh, or a mesh containing it, was made with; else "cpu"."""
+    """Return the device type of a mesh, or of a mesh that contains it; "cpu" by default."""
     if not dist.is_initialized():
         return "cpu"
     job, ids = current_job(), set(mesh.ids)
-    made = job.torch_mesh(mesh)
-    if made is not None:
-        return made.device_type
-    return next((kind for others, kind in job.device_types.items() if ids <= {*others}), "cpu")
+    existing = job.torch_mesh(mesh)
+    if existing is not None:
+        return existing.device_type
+    return next((kind for outer, kind in job.device_types.items() if ids <= {*outer}), "cpu")
 
 
-def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
-    """Return the mesh that a torch mesh was made from, or make one that shares its groups.
+def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # the result of `make`
+    """Return the origin of a torch mesh, or a new mesh that shares its groups.
 
     If it has all ranks of the job, every rank calls this at the same point of the program.
     """
     job = current_job() if dist.is_initialized() else None
-    for own_mesh, made in job.torch_meshes if job else ():
-        if made == torch_mesh:
+    for own_mesh, existing in job.torch_meshes if job else ():
+        if existing == torch_mesh:
             return own_mesh
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
     if job is None:
         raise CommunicatorError(
-            f"torch.distributed is not initialized, so the job of torch mesh {mesh} has ended; "
-            "make a mesh in the running one"
+            f"the job of torch mesh {mesh} has ended, since torch.distributed is not initialized; "
+            "make a mesh in a running job"
         )
     world = dist.get_world_size()
     if max(mesh.ids) >= world:
         raise MeshError(
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
-            "numbered from 0; it was made in another job"
+            "numbered from 0; make the mesh in this job"
         )
     check_ascending(mesh)
     _adopt_groups(job, torch_mesh, mesh)
@@ -247,7 +246,7 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
 def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
     """Return torch's mesh of a mesh, the same object each time; every rank of the job calls this.
 
-    Missing groups are made.
+    The call creates missing groups.
     """
     job, device_type = job_of(mesh), device_type or device_type_of(mesh)
     made = job.torch_mesh(mesh, device_type)
@@ -259,7 +258,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
 
 
 def _grid(mesh: _Mesh) -> object:
-    """Return the properties that a mesh shares with torch's."""
+    """Return the properties in which a mesh equals torch's."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -268,7 +267,7 @@ def _along_each_axis(mesh: _Mesh) -> list[tuple[int, ...]]:
 
 
 def check_ascending(mesh: _Mesh) -> None:
-    """Raise `MeshError` if the ids along an axis do not ascend, which torch assumes."""
+    """Raise `MeshError` if the ids along an axis do not ascend; torch assumes that they do."""
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
@@ -279,7 +278,7 @@ def check_ascending(mesh: _Mesh) -> None:
 
 
 def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
-    """Keep the groups of a torch mesh of all ranks; raises `MeshError` if of another job."""
+    """Register the groups of a torch mesh of all ranks; raises `MeshError` for another job."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for axis in range(len(mesh.shape)) if rank in mesh.ids else ():
         members = list(mesh.group(rank, [axis]))
@@ -290,17 +289,17 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
             ranks = []
         if ranks != members:
             raise MeshError(
-                f"torch mesh {mesh} has no group of the ranks {members} in this job; it was made "
-                "in another job, or without groups"
+                f"torch mesh {mesh} has no group of the ranks {members} in this job; make the mesh "
+                "in this job, with groups"
             )
         same_backend = dist.get_backend_config(group) == dist.get_backend_config()
         if same_backend and len(members) < world == len(mesh.ids):
-            for others in mesh.groups([axis]):
-                job.groups.setdefault(others, group if rank in others else None)
+            for ranks_of_group in mesh.groups([axis]):
+                job.groups.setdefault(ranks_of_group, group if rank in ranks_of_group else None)
 
 
 def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None:
-    """Return a slice of torch's mesh of a larger mesh; None if the mesh is no slice of one."""
+    """Return a mesh as a slice of torch's mesh of a larger mesh; None if it is no slice."""
     rank, own = dist.get_rank(), mesh.axis_names or ()
     for root in list(job.joined):
         names = root.axis_names or ()
@@ -322,10 +321,10 @@ def _made_of_groups(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh:
         names = tuple(f"axis_{axis}" for axis in axes)
     grid = torch.tensor(mesh.ids, dtype=torch.int).reshape(mesh.shape)
     if rank not in mesh.ids:
-        # Outside the mesh this rank has no groups, and torch needs none.
+        # A rank outside the mesh has no groups, and torch needs none.
         return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
     maybe_groups = (job.group(mesh.group(rank, [axis])) for axis in axes)
-    groups = [group for group in maybe_groups if group is not None]  # all have just been made
+    groups = [group for group in maybe_groups if group is not None]  # none is None
     if len(axes) == 1:
         return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)

@@ -21,7 +21,7 @@ from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_ids import some
+from shardspec.mesh.device_ids import id_list
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.stages import StateCopies, TensorMove
 from shardspec.resharding.state import (
@@ -157,7 +157,7 @@ def _check_layouts(
 
 
 def _layout_text(layout: Layout) -> str:
-    return f"{layout} with ids {some(layout.mesh.ids)}"
+    return f"{layout} with ids {id_list(layout.mesh.ids)}"
 
 
 def shard_of(

@@ -18,7 +18,7 @@ from shardspec.comm.senders import Copy
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
-from shardspec.mesh.device_ids import some, whole_numbers
+from shardspec.mesh.device_ids import id_list, whole_numbers
 from shardspec.resharding.stages import StateCopies, StoredLayout, TensorMove, region_of
 from shardspec.resharding.views import identity_view
 from shardspec.text import shown
@@ -100,7 +100,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
         raise LayoutError(f"end={end!r}: give 'receiver', 'sender' or 'both'")
     if whole_numbers([device]) is None or device not in plan.devices:
         raise LayoutError(
-            f"device {shown(device)} is not in the plan, whose devices are {some(plan.devices)}"
+            f"device {shown(device)} is not in the plan, whose devices are {id_list(plan.devices)}"
         )
     if plan.devices[-1] >= 2**32:
         raise LayoutError(f"device {plan.devices[-1]} has an id that rows of 32 bits cannot hold")

@@ -22,7 +22,7 @@ from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike, checked_mesh, chosen_spec, spec_on
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_ids import listed
+from shardspec.mesh.device_ids import id_list
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.for_modules import StandIn, stand_ins_are_wanted
@@ -344,7 +344,7 @@ class DTensor(Differentiable):
         if not shards:
             raise CommunicatorError(
                 f"this rank is not in mesh {self.device_mesh} with ids "
-                f"{listed(self.device_mesh.ids)}, so it has no shard; call to_local on its ranks"
+                f"{id_list(self.device_mesh.ids)}, so it has no shard; call to_local on its ranks"
             )
         device = next(iter(shards)) if physical_id is None and len(shards) == 1 else physical_id
         if device is None or device not in shards:

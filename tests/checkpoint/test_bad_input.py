@@ -293,7 +293,7 @@ def drop(*keys):
         (drop("mesh"), "mesh is missing"),
         (put("mesh", "ids", [0, 0, 1, 2, 3, 4]), "mesh: device id 0 appears more than once"),
         (put("mesh", "ids", [-1, 0, 1, 2, 3, 4]), "mesh.ids should be a list of whole numbers"),
-        (put("mesh", "shape", [2, 2]), "mesh: mesh shape 2x2 has 4 places but 6 device ids"),
+        (put("mesh", "shape", [2, 2]), "mesh: mesh shape 2x2 needs 4 device ids, but 6 were given"),
         (put("mesh", "shape", [1.5]), "mesh.shape should be a list of whole numbers from 0"),
         (put("mesh", "axis_names", ["a", "a"]), "mesh: axis names ('a', 'a') repeat"),
         (drop("mesh", "axis_names"), "mesh.axis_names is missing"),

@@ -184,6 +184,31 @@ def test_tied_embeddings_change_together(tmp_path):
         assert torch.equal(tied["lm_head.weight"], tied["model.embed_tokens.weight"])
 
 
+def test_a_trained_copy_of_one_of_two_tied_tensors_is_refused(tmp_path):
+    weights = base_of()
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "base.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors = {f"base_model.model.{name}": torch.randn(9, 24)}
+    config: dict[str, object] = {"modules_to_save": ["embed_tokens"]}
+    with pytest.raises(CheckpointError, match="ensure_weight_tying"):
+        merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
+    config["ensure_weight_tying"] = True
+    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
+    assert torch.equal(got[name], tensors[f"base_model.model.{name}"])
+
+
+def test_a_change_of_an_embedding_is_rounded_before_it_is_added(tmp_path):
+    weights = base_of(torch.bfloat16)
+    save_file(weights, tmp_path / "base.safetensors")
+    a, b = torch.randn(4, 9), torch.randn(24, 4)
+    start = "base_model.model.model.embed_tokens"
+    tensors = {f"{start}.lora_embedding_A": a, f"{start}.lora_embedding_B": b}
+    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors))
+    expected = weights["model.embed_tokens.weight"] + (b @ a * 2.5).T.bfloat16()
+    assert_near(got["model.embed_tokens.weight"], expected)
+
+
 def test_biases(base, tmp_path):
     start = f"base_model.model.{Q}"
     whole = {**pair(Q, 24, 40), f"{start}.bias": torch.randn(40)}
@@ -297,6 +322,10 @@ def test_a_quantized_base_is_dequantized(tmp_path):
         ({"r": 8}, "rank"),
         ({"r": None}, "r is None"),
         ({"lora_alpha": "x"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"rank_pattern": [4]}, "rank_pattern"),
+        ({"target_parameters": 5}, "target_parameters"),
         ({"rank_pattern": {"(": 4}}, "regular expression"),
     ],
 )

@@ -140,4 +140,4 @@ def test_the_mesh_of_options():
 def test_ids_that_do_not_fill_the_mesh():
     with pytest.raises(MeshError) as caught:
         built(mesh=((2, 3), None), ids=(0, 1))
-    assert str(caught.value) == "mesh shape 2x3 has 6 places but 2 device ids were given"
+    assert str(caught.value) == "mesh shape 2x3 needs 6 device ids, but 2 were given"

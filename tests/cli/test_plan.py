@@ -320,7 +320,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --mesh 0 --shape 4",
-            "mesh shape (0,): need at least one axis, each of at least 1 device",
+            "mesh shape (0,): give at least one axis, each of at least 1 device",
         ),
         (
             "[S0] [R] --mesh a=2,a=3 --shape 4",

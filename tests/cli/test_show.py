@@ -183,7 +183,7 @@ def test_a_model_is_summarized(tmp_path):
     assert (done.output, done.exit_code) == (f"{want}\n", 0)
     named = run(*words, "--mesh", "2x2", "--ids", "7,5,3,1")
     # The last stage, of ranks 3 and 1, has the head and one more norm.
-    assert "4 ranks; rank 1 holds most" in named.output
+    assert "4 ranks; rank 1 has the most" in named.output
 
 
 @pytest.mark.parametrize(

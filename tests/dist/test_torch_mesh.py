@@ -168,7 +168,7 @@ def test_groups_are_shared_whoever_makes_them(outcomes):
             "CommunicatorError: mesh['pair'] is the slice of the calling rank, but rank "
             f"{rank} is not in mesh pair=2 of ids (1, 2)"
         )
-        assert group.startswith("CommunicatorError: get_group is about the calling rank, but rank")
+        assert group.startswith("CommunicatorError: get_group returns a group of the calling rank")
 
 
 REFUSALS = [
@@ -180,10 +180,10 @@ REFUSALS = [
     "mixes up such shards; redistribute(spec, device_mesh=) to a mesh of ascending ids",
     "CommunicatorError: device 7 of mesh 2 is not a rank of this job, which has 4 ranks numbered "
     "from 0",
-    "MeshError: torch mesh 6 has device 5, but this job has 4 ranks numbered from 0; it was made "
-    "in another job",
-    "MeshError: torch mesh 4 has no group of the ranks [0, 1, 2, 3] in this job; it was made in "
-    "another job, or without groups",
+    "MeshError: torch mesh 6 has device 5, but this job has 4 ranks numbered from 0; make the "
+    "mesh in this job",
+    "MeshError: torch mesh 4 has no group of the ranks [0, 1, 2, 3] in this job; make the mesh "
+    "in this job, with groups",
     "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers ranks upwards",
     "CommunicatorError: device 4 of mesh 2x4 is not a rank of this job, which has 4 ranks numbered "
     "from 0",

@@ -10,7 +10,7 @@ from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.convert.select import through
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.families.family import shipped_family
-from shardspec.families.maps import chain_of, forth
+from shardspec.families.maps import chain_of, map_from_files
 from shardspec.families.model import Model, model_of
 
 
@@ -21,7 +21,7 @@ def _model(family: str, config: Mapping[str, object]) -> Model:
 def load_map(name: str, config: Mapping[str, object]) -> NameMap:
     """Return the one map from transformers' names to others."""
     family, _, place = name.partition("-hf-to-")
-    return forth(_model(family, config), place)
+    return map_from_files(_model(family, config), place)
 
 
 def map_chain(

@@ -146,7 +146,10 @@ def changed(config: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "brain"}, "no family for models of type 'brain'; there are deepseek-v2"),
+        (
+            {"model_type": "brain"},
+            "no family for models of type 'brain'; known families: deepseek-v2",
+        ),
         ({"model_type": "qwen2"}, "of families 'gemma3'"),
         ({"num_hidden_layers": 4}, "lacks 'model.layers.3.input_layernorm.weight'"),
         ({"num_hidden_layers": 2}, "model.layers.2."),

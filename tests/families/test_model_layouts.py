@@ -25,7 +25,7 @@ def test_who_reads_what_under_a_layout(tmp_path):
             assert plan["received"][str(rank)] == num_bytes, layout
         run(*call, "--mesh", "2")
         run(*call, "--mesh", "3", code=3)
-    assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
+    assert "unknown layout" in run(*call[:-1], "foo:2", code=3)
     assert "--map" in run(*call, "--map", folder / "config.json", code=2)
 
 
@@ -91,11 +91,11 @@ def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
             "3 key-value heads",
         ),
         ({"vocab_size": 101}, "megatron:tp=2", "padded_vocab"),
-        ({}, "vllm:tp=2,ep=2,dp=3", "are over all 6 ranks"),
+        ({}, "vllm:tp=2,ep=2,dp=3", "all 6 ranks"),
         ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts do not divide by ep=2"),
         ({"num_experts": 7}, "megatron:ep=2", "7 experts do not divide by ep=2"),
         ({"moe_intermediate_size": 13}, "megatron:tp=2", "do not divide by"),
-        ({"num_hidden_layers": 4}, "megatron:pp=3", "4 layers do not lie in pp=3 stages"),
+        ({"num_hidden_layers": 4}, "megatron:pp=3", "4 layers do not fill pp=3 stages"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(

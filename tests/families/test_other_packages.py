@@ -67,7 +67,7 @@ def test_a_family_of_another_package_has_maps_and_layouts(tmp_path):
     [
         ("FAMILY = 3", "it is a int, not text"),
         ("raise OSError('no disk')", "OSError: no disk"),
-        ("FAMILY = 'attic = 3'", "family 'my-model', line 1: 'attic' is no part of a family"),
+        ("FAMILY = 'attic = 3'", "family 'my-model', line 1: unknown key 'attic'"),
     ],
 )
 def test_a_family_that_cannot_be_read_is_an_error_that_names_it(tmp_path, text, says):

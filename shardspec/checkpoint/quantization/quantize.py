@@ -39,7 +39,7 @@ from shardspec.checkpoint.quantization.detect import sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, Shape
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
-from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of
+from shardspec.families.linear import LinearLayers, SkippedModules, is_exempt, module_of
 from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, shown
 
@@ -426,6 +426,6 @@ def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
             f"stacks matrices, which transformers does not read in {how.kind}; store experts one "
             "by one, as transformers' files have them"
         )
-    if how.include is not None and is_other(name) and not name.endswith(("head", "head.weight")):
+    if how.include is not None and is_exempt(name) and not name.endswith(("head", "head.weight")):
         return f"is no linear layer by its name, and transformers does not read it in {how.kind}"
     return ""
