@@ -301,7 +301,7 @@ class DTensor(Differentiable):
         facts = (str(layout.spec), layout.global_shape, layout.dtype)
         return restored, (shards, (mesh.ids, mesh.shape, *numbers), *facts, self.is_simulated)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # as in torch
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         head = f"DTensor({self.layout}"
         for pending in self.layout.spec.partials:
             head += f"; {pending.op} over axis {pending.axis} is pending"
