@@ -437,11 +437,12 @@ class _Changed(Recast):
                 left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]
             if delta.transposed:
                 left, right = right.T, left.T
-            right = right[:, column : column + values.shape[1]]
-            step, scale = max(1, _ALONE // right.size), right.dtype.type(delta.scale)
-            for at in range(0, len(values), step):
-                part = values[at : at + step]
-                change = left[row + at : row + at + len(part)] * scale @ right
+            left, scale = left[row : row + len(values)], values.dtype.type(delta.scale)
+            step = max(1, _ALONE // left.size)
+            for at in range(0, values.shape[1], step):
+                part = values[:, at : at + step]
+                change = left @ right[:, column + at : column + at + part.shape[1]]
+                change *= scale
                 part += self.round(change) if delta.rounded else change
 
     def _magnitudes(self, delta: _Delta) -> NDArray[Any]:
