@@ -51,8 +51,7 @@ def distribute_module(
     redistributed. Dropout draws equal numbers on all devices with the same box, and different
     numbers for different boxes.
 
-    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec, which
-    torch's optimizers do not take.
+    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec.
 
     Parameters
     ----------
@@ -193,7 +192,7 @@ def inputs_as(spec: SpecLike) -> InputFn:
 
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         def shard_of(value: object) -> object:
-            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
+            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor | DTensor):
                 return value
             sharded = DTensor.from_local(value, mesh, _for_dims(target, value.dim()))
             return sharded if sharded.is_simulated else sharded.to_torch()

@@ -63,9 +63,7 @@ def is_tensor(value: object) -> bool:
         return False
     import torch
 
-    from shardspec.tensor.dtensor import DTensor
-
-    return isinstance(value, torch.Tensor | DTensor)
+    return isinstance(value, torch.Tensor)
 
 
 def dotted_name(path: Sequence[object]) -> str:
