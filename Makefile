@@ -27,7 +27,7 @@ help:
 	@echo 'make exhaustive  setup, then the searches and benchmarks that "make test" only samples'
 	@echo 'make compat      setup, then the tests that need JAX, a browser or the tools that write checkpoints'
 	@echo 'make cuda        the tests that need a GPU, by the Python that CUDA_PYTHON names'
-	@echo 'make docs        setup, then the site of docs/ in build/docs, by .venv-docs'
+	@echo 'make docs        setup, then the drawings, and the site of docs/ in build/docs'
 	@echo 'make dist        setup, then a wheel and an sdist in dist/, installed and tried, with torch and without'
 	@echo 'make release-check  the same from the sources as a release has them, and twine check'
 	@echo 'make demo        setup, then save, merge and compare real weights (examples/minilm.py)'
@@ -124,6 +124,7 @@ compat: .venv-compat/.ready .venv-tools/.ready
 
 # All pages anew (-E): those that did not change have the others in their navigation.
 docs: .venv-docs/.ready
+	.venv-docs/bin/python docs/drawings.py
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 	.venv-docs/bin/python -m shardspec explore --overwrite -o build/docs/page.html
 

@@ -247,6 +247,21 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return lines
 
 
+def fitted(text: str, width: int, most: int) -> str:
+    """Return a text in at most `most` lines of a terminal, wrapped at blanks where that is enough.
+
+    >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 3).splitlines()
+    ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']
+    >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 2).splitlines()
+    ["mesh '2xq' is no", 'm…ve sizes as in 2x4']
+    """
+    for size in range(most * width, 0, -1):
+        lines = wrapped(shortened(text, size), width)
+        if sum(-(-_width(line) // width) for line in lines) <= most:
+            break
+    return "\n".join(lines)
+
+
 def shortened(text: str, width: int) -> str:
     """Return a printable text of at most `width` columns, cut in the middle if it is longer.
 

@@ -51,7 +51,6 @@ def try_pages(python, *options):
     """Run the README's quick starts, isolated from this checkout but for the example's files."""
     with tempfile.TemporaryDirectory() as place:
         shutil.copytree(ROOT / "examples" / "checkpoint", Path(place, "examples", "checkpoint"))
-        shutil.copytree(ROOT / "examples" / "checkpoint", Path(place, "examples", "checkpoint"))
         run(python, "-I", PAGE_BLOCKS, ROOT / "README.md", *options, cwd=place)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from math import prod
 
 import numpy as np
@@ -153,8 +153,40 @@ def test_the_cover_tells_gaps_and_overlaps_of_zeros():
     assert (parts[0] + parts[1]).complete
     for wrong in (parts[0], parts[1], parts[0] + parts[0] + parts[1], parts[0] + parts[0]):
         assert not wrong.complete
-        with pytest.raises(LayoutError, match="not of every element once"):
-            Digests({"w": wrong})
+        with pytest.raises(CheckpointError, match="'w'"):
+            Digests({"w": wrong}).require_complete()
+
+
+def test_parts_of_digests_add_up_and_gaps_and_overlaps_name_the_tensor():
+    zeros = np.zeros((4, 6), np.uint8)
+    rows = [
+        Digests({"w": TensorDigest.of_box(zeros[a:b], ((a, b), (0, 6)), (4, 6), "uint8")})
+        for a, b in ((0, 1), (1, 3), (3, 4))
+    ]
+    other = Digests({"v": whole(counting((3,), "int32"), (3,), "int32")})
+    every = Digests({"w": whole(zeros, (4, 6), "uint8")})
+    for order in permutations([*rows, other]):
+        assert sum(order, Digests({})).require_complete() == every + other
+    for wrong in (rows[:2], [*rows, rows[1]], [rows[0], rows[0]], rows[1:]):
+        with pytest.raises(CheckpointError, match="'w'"):
+            sum(wrong, Digests({})).require_complete()
+    for twice in ([every, every], [every, rows[0]], [rows[2], every]):
+        with pytest.raises(CheckpointError, match="'w'"):
+            sum(twice, Digests({}))
+    with pytest.raises(CheckpointError, match="seed 0 and 3"):
+        other + Digests({}, 3)
+    with pytest.raises(CheckpointError, match=r"'v': .*\[3\] int32.*\[3\] int16"):
+        other + Digests({"v": TensorDigest("int16", (3,))})
+    # A part of zeros is not taken for the whole of them, whose lanes are equal.
+    assert rows[0]["w"].value == every["w"].value
+    assert rows[0].value != every.value
+    assert "'w'" in rows[0].differences(every)[0]
+    record = json.loads(json.dumps(rows[0].to_json()))
+    assert digests_of_json(record, "d.json") == rows[0]
+    for spoiled in ("0" * 15, None, "1" * 16):
+        entry = {**record["tensors"]["w"], "cover": spoiled}
+        with pytest.raises(CheckpointError, match=r"^d\.json: "):
+            digests_of_json({**record, "tensors": {"w": entry}}, "d.json")
 
 
 def faults(rng):

@@ -319,7 +319,8 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
 
 
 @click.command(cls=Command)
-@ckpt.checkpoint_argument
+@click.argument("checkpoints", type=ckpt.CHECKPOINT, metavar="CKPT", nargs=-1, required=True)
+@flag("add", "Input", "Add up files of digests, of parts that cover each tensor once.")
 @opts.output.but(
     "Write the digest of every tensor to a file or URL, for 'shardspec verify'.",
     type=ckpt.OUTPUT,
@@ -337,7 +338,8 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
 @opts.overwrite
 @opts.as_json.but("Print all digests as JSON.")
 def digest_command(
-    checkpoint: PurePath,
+    checkpoints: tuple[PurePath, ...],
+    add: bool,
     output: PurePath | None,
     seed: int,
     maps: ckpt.MapOptions,
@@ -356,19 +358,32 @@ def digest_command(
       shardspec digest ckpt
       shardspec digest ckpt -o digests.json
       shardspec digest iter_0000100 --model hf               under the names of transformers
+      shardspec digest --add rank0.json rank1.json -o all.json
     """
-    from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
+    from shardspec.checkpoint.compare.digest import (
+        check_digests_file,
+        digest,
+        read_digests,
+        write_digests,
+    )
     from shardspec.checkpoint.storage import storage_path
 
+    refuse_if(len(checkpoints) > 1 and not add, "give one CKPT, or --add for files of digests")
+    chosen = any(choice.values()) or maps.map is not None or maps.model is not None or seed
+    refuse_if(add and bool(chosen), "--add takes files as they are; choose names when you digest")
     place = None if output is None else storage_path(output)
     if place is not None:
         check_digests_file(place, None, overwrite=overwrite)
-    (catalog,) = source.open(checkpoint)
-    names = maps.read(catalog.home)
-    with progress_bar(not as_json, "digest") as progress:
-        digests = digest(
-            catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice
-        )
+    if add:
+        digests = sum(map(read_digests, checkpoints[1:]), read_digests(checkpoints[0]))
+        digests.require_complete()
+    else:
+        (catalog,) = source.open(*checkpoints)
+        names = maps.read(catalog.home)
+        with progress_bar(not as_json, "digest") as progress:
+            digests = digest(
+                catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice
+            )
     if place is not None:
         write_digests(place, digests, overwrite=overwrite)
     if as_json:
@@ -376,4 +391,5 @@ def digest_command(
     else:
         size = bytes_text(sum(entry.num_bytes for entry in digests.values()))
         what = f"{counted(len(digests), 'tensor')}, {size}"
-        say(f"{path_text(checkpoint)}: {what}, digest {digests.value}")
+        where = " + ".join(map(path_text, checkpoints))
+        say(f"{where}: {what}, digest {digests.value}")

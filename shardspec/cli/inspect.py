@@ -42,7 +42,7 @@ _MAX_CELLS: Final = 1024
 _MAX_VALUE: Final = 60
 """Characters shown of a value that is not a tensor."""
 _MAX_ROWS: Final = 1000
-"""Rows of the table of tensors without ``--full``."""
+"""Rows of a table of tensors; with ``--full`` another one follows."""
 _SHARD: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 """End of the name of an object that Megatron-core stores for each layer."""
 _INDEX: Final = opts.numbers_kind(
@@ -207,16 +207,22 @@ def _overview(
             facts += f", as far as {format} says: what ranks hold alike may be stored once"
     width = terminal_width()
     yield from wrapped(f"{path_text(summary.source.directory)}: {facts}", width)
-    rows = _rows(model, full)
-    yield from _tensors("tensor", rows, full)
     if full:
-        yield from _tensors("optimizer", _rows(states, full), full)
-    elif states.names:
+        yield from _every_tensor("tensor", model)
+        yield from _every_tensor("optimizer", states)
+        num_rows = len(model.names)
+    else:
+        rows = _rows(model, full)
+        yield from _tensors("tensor", rows[:_MAX_ROWS])
+        num_rows = len(rows)
+        if num_rows > _MAX_ROWS:
+            yield f"and {num_rows - _MAX_ROWS:,} more; --full prints a row for every tensor"
+    if states.names and not full:
         yield ""
         header = ["optimizer", "tensors", "elements", "dtype", "size"]
         yield table_text(header, _states(states), text_from=3, optional=(3, 1))
     groups = model.groups()
-    if 1 < len(groups) < len(rows):
+    if 1 < len(groups) < num_rows:
         yield ""
         lines = [
             [
@@ -265,23 +271,27 @@ def _overview(
         )
 
 
-def _tensors(title: str, rows: Sequence[Sequence[str]], full: bool) -> Iterator[str]:
+def _every_tensor(title: str, summary: CheckpointSummary) -> Iterator[str]:
+    """Yield tables with a row for every tensor, each as soon as its rows are known."""
+    for at in range(0, len(summary.names), _MAX_ROWS):
+        part = replace(summary, names=summary.names[at : at + _MAX_ROWS])
+        yield from _tensors(title, _rows(part, full=True))
+
+
+def _tensors(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield an empty line and the table of tensors, if there are any."""
     if not rows:
         return
-    shown_rows = rows if full else rows[:_MAX_ROWS]
     each = "size each" if any(row[1] for row in rows) else "size"
     yield ""
     yield from table_lines(
         [title, "count", "spec", "dtype", "shape", each, "remarks"],
-        lambda: shown_rows,
+        lambda: rows,
         numbers=(1, 4, 5),
         empty_columns=False,
         fits=terminal_width(),
         optional=(6, 5, 3),
     )
-    if len(shown_rows) < len(rows):
-        yield f"and {len(rows) - len(shown_rows):,} more; --full prints a row for every tensor"
 
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:

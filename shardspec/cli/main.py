@@ -30,7 +30,7 @@ from shardspec.errors import (
     ProfileError,
     ShardSpecError,
 )
-from shardspec.text import TextPart, shortened, terminal_width
+from shardspec.text import TextPart, fitted, shortened, terminal_width
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
@@ -64,6 +64,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
 }
 """Options whose names differ from those of the library's arguments."""
 _MAX_CHARACTERS: Final = 2000  # in an error, which may quote an argument
+_MAX_LINES: Final = 3  # of an error on a terminal
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
@@ -143,14 +144,16 @@ def option_text(part: TextPart) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error in one line, with control characters escaped, and return its exit code.
+    """Print an error with control characters escaped, and return its exit code.
 
-    Under torchrun the line also goes to a file, from which torchrun prints it last.
+    It is one line; on a terminal at most three, wrapped at words. Under torchrun the line also goes
+    to a file, from which torchrun prints it last.
     """
-    terminal = sys.stderr.isatty()
-    most = 3 * terminal_width() - len("Error: ") if terminal else _MAX_CHARACTERS
-    text = shortened(message, most)
-    click.echo(f"{styled('Error:', fg='red')} {text}", err=True)
+    text = shortened(message, _MAX_CHARACTERS)
+    shown_text = f"Error: {text}"
+    if sys.stderr.isatty():
+        shown_text = fitted(f"Error: {text}", terminal_width(), _MAX_LINES)
+    click.echo(styled("Error:", fg="red") + shown_text.removeprefix("Error:"), err=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         # torchrun shows the first of all processes, and interrupts the others in the same second.

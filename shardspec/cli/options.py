@@ -43,7 +43,7 @@ def parse_mesh(text: str) -> MeshShape:
     remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
     shape = _whole_numbers("mesh", remedy, text, sizes)
     if math.prod(shape) > MAX_DEVICES:
-        raise ValueError(f"mesh {shown(text)} has more than {MAX_DEVICES:,} devices")
+        raise ValueError(f"mesh {shown(text)} has more than {MAX_DEVICES:,} devices; give fewer")
     return shape, names
 
 

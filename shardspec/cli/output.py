@@ -58,11 +58,11 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     """Print the parts of a long text while they are made, with control characters escaped."""
     if is_quiet():
         return
-    parts, first = iter(parts), True
-    while batch := list(islice(parts, 256)):
+    parts, size = iter(parts), 1  # the first ones at once
+    while batch := list(islice(parts, min(size, 256))):
         text = between.join(printable(part, keep="\n") for part in batch)
-        click.echo(text if first else between + text, nl=False)
-        first = False
+        click.echo(text if size == 1 else between + text, nl=False)
+        size *= 2
     click.echo()
 
 

@@ -44,6 +44,7 @@ _CHUNK_BYTES: Final = 1 << 22
 """Largest part of an array that is copied at once."""
 _MASK: Final = 2**64 - 1
 _VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
+_COVER_VALUE: Final = re.compile("[0-9a-f]{16}")
 _COVER_BLOCK: Final = 4096
 """Indices of a dim that share the key of a block."""
 _TILE_BYTES: Final = 1 << 20
@@ -105,13 +106,24 @@ class TensorDigest:
 
     @classmethod
     def of_value(
-        cls, value: str, shape: tuple[int, ...], dtype: str, seed: int = 0
+        cls,
+        value: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        seed: int = 0,
+        cover: str | None = None,
     ) -> "TensorDigest":
-        """Return the digest of a whole tensor with a value; CheckpointError if that is invalid."""
+        """Return the digest with a value and a cover, by default that of a whole tensor.
+
+        Raises CheckpointError if either is invalid.
+        """
         if not _VALUE.fullmatch(value):
             raise CheckpointError(f"{shown(value)} is not a digest of {16 * LANES} hex digits")
+        if cover is not None and not _COVER_VALUE.fullmatch(cover):
+            raise CheckpointError(f"{shown(cover)} is not a cover of 16 hex digits")
         lanes = (int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16))
-        return cls(dtype, shape, (*lanes, _cover(tuple((0, n) for n in shape), seed)), seed)
+        every = _cover(tuple((0, n) for n in shape), seed)
+        return cls(dtype, shape, (*lanes, every if cover is None else int(cover, 16)), seed)
 
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
@@ -154,6 +166,11 @@ class TensorDigest:
         return "".join(f"{lane:016x}" for lane in self.sums[:LANES])
 
     @property
+    def cover(self) -> str:
+        """The sum that counts elements, as 16 hexadecimal digits."""
+        return f"{self.sums[-1]:016x}"
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return prod(self.shape) * item_bytes(self.dtype)
@@ -169,11 +186,13 @@ class TensorDigest:
             return f"is {self._kind()} in one and {other._kind()} in the other"
         if self.value != other.value:
             return f"has digest {self.value} in one and {other.value} in the other"
+        if self.sums != other.sums:
+            return "has some elements in one only, or counts them twice; add up all parts first"
         return ""
 
 
 class Digests(Mapping[str, TensorDigest]):
-    """Digests of the tensors of a checkpoint or state dict, by name.
+    """Digests of the tensors of a checkpoint or state dict, by name; those of parts add up.
 
     Examples
     --------
@@ -186,6 +205,8 @@ class Digests(Mapping[str, TensorDigest]):
     []
     >>> len(digests.differences(digest({"w": torch.zeros(3), "b": torch.zeros(2)})))
     1
+    >>> digest({"w": torch.zeros(3)}) + digest({"b": torch.ones(2)}) == digests
+    True
     """
 
     def __init__(self, tensors: Mapping[str, TensorDigest], seed: int = 0) -> None:
@@ -194,11 +215,6 @@ class Digests(Mapping[str, TensorDigest]):
                 raise LayoutError(
                     f"the digest of {name!r} has seed {digest.seed}, the others {seed}; digest all "
                     "with one"
-                )
-            if not digest.complete:
-                raise LayoutError(
-                    f"the digest of {name!r} is not of every element once; add up those of boxes "
-                    "that tile the tensor"
                 )
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
         self.seed = seed
@@ -215,12 +231,42 @@ class Digests(Mapping[str, TensorDigest]):
     def __repr__(self) -> str:
         return f"Digests({counted(len(self), 'tensor')}, value {self.value})"
 
+    def __add__(self, other: "Digests") -> "Digests":
+        """Return the sum over two disjoint parts of a state dict: other tensors, or other boxes."""
+        if self.seed != other.seed:
+            raise CheckpointError(
+                f"digests with seed {self.seed} and {other.seed} do not add up; digest all with one"
+            )
+        total = {**self, **other}
+        for name in self.keys() & other.keys():
+            first, second = self[name], other[name]
+            if (first.complete and second.sums[-1]) or (second.complete and first.sums[-1]):
+                raise CheckpointError(
+                    f"{shown(name)} is complete in one part, and in the other too; add it once"
+                )
+            try:
+                total[name] = first + second
+            except LayoutError as error:
+                raise CheckpointError(f"{shown(name)}: {error}") from None
+        return Digests(total, self.seed)
+
+    def require_complete(self) -> "Digests":
+        """Return the digests; CheckpointError names a tensor that has gaps or overlaps."""
+        for name, digest in self.items():
+            if not digest.complete:
+                raise CheckpointError(
+                    f"the parts of {shown(name)} leave gaps or overlap; add up those of boxes that "
+                    "tile the tensor"
+                )
+        return self
+
     @property
     def value(self) -> str:
         """One value for all tensors, 32 hexadecimal digits: of names, dtypes, shapes and values."""
         lines = hashlib.sha256()
         for name, digest in self.items():
             row = [name, to_safetensors(digest.dtype), list(digest.shape), digest.value]
+            row += [] if digest.complete else [digest.cover]
             lines.update(f"{json.dumps(row, separators=(',', ':'))}\n".encode())
         return lines.hexdigest()[:32]
 
@@ -253,6 +299,7 @@ class Digests(Mapping[str, TensorDigest]):
         for name, digest in self.items():
             dtype = to_safetensors(digest.dtype)
             tensors[name] = {"dtype": dtype, "shape": list(digest.shape), "value": digest.value}
+            tensors[name] |= {} if digest.complete else {"cover": digest.cover}
         return {"format": DIGEST_FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
 
 
@@ -272,12 +319,13 @@ def digests_of_json(stored: object, where: str) -> Digests:
     for name, entry in entries.items():
         fields = entry if isinstance(entry, dict) else {}
         shape, value = fields.get("shape"), str(fields.get("value"))
+        cover = None if "cover" not in fields else str(fields["cover"])
         sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
         if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
             raise wrong(f"{shown(name)} has no shape")
         try:
             dtype = from_safetensors(str(fields.get("dtype")))
-            tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed)
+            tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed, cover)
         except (DTypeError, CheckpointError) as error:
             raise wrong(f"{shown(name)}: {error}") from None
     digests = Digests(tensors, seed)

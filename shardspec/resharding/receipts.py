@@ -127,7 +127,7 @@ def receipt_of(
         if digest.sums[:sums] != arrived[name].sums[:sums]:
             values = f"its digest is {digest.value} there and {arrived[name].value} here"
             raise fail(name, f"did not arrive as the source has it: {values}; check the links")
-    return Receipt(version, Digests(raw))
+    return Receipt(version, Digests(raw).require_complete())
 
 
 def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:

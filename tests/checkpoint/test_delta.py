@@ -201,6 +201,20 @@ def test_a_delta_does_not_replace_what_it_is_made_of(place):
             delta(place / base, place / new, place / "v0", version=1, overwrite=True)
 
 
+def test_names_turn_the_new_state_into_the_names_of_the_base(place, tmp_path):
+    due = (place / "xor-xxh3-128-2" / INDEX).read_bytes()
+    names = {name: f"module.{name}" for name in state(2)}
+    back = {new: old for old, new in names.items()}
+    other = {names[name]: tensor for name, tensor in state(2).items()}
+    save_sharded(other, tmp_path / "other")
+    for number, new in enumerate((other, tmp_path / "other")):
+        delta(place / "v1", new, tmp_path / f"d{number}", version=2, names=back)
+        assert (tmp_path / f"d{number}" / INDEX).read_bytes() == due
+    with pytest.raises(LayoutError, match="nothing"):
+        delta(place / "v1", other, tmp_path / "no", version=2, names={"nothing": "a"})
+    assert not (tmp_path / "no").exists()
+
+
 def test_other_names_shapes_and_dtypes_need_a_full_checkpoint(place, tmp_path):
     for change, problem in (
         ({"a": torch.zeros(300, 41).bfloat16()}, r"'a' is \[300, 40\] bfloat16 .* \[300, 41\]"),

@@ -261,3 +261,28 @@ def test_loading_into_tensors_that_are_there(tmp_path):
 
 def pending():
     return Layout(DeviceMesh(range(2), (2,)), "[R|P0]", (7,), "float32")
+
+
+def test_progress_counts_every_byte_once(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    tensors = {"w": torch.arange(35.0).view(5, 7), "r": torch.arange(6), "e": torch.zeros(0)}
+    state = {"w": DTensor(tensors["w"], mesh, "[S1,S0]"), "n": 3}
+    state |= {name: DTensor(tensors[name], mesh, "[R]") for name in ("r", "e")}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def shown(act):
+        calls: list[tuple[int, int]] = []
+        act(lambda *call: calls.append(call))
+        done, totals = [call[0] for call in calls], {call[1] for call in calls}
+        assert done == sorted(done)
+        assert totals == {done[-1]}
+        return done[-1]
+
+    saved = tmp_path / "saved"
+    written = shown(lambda each: save_sharded(state, saved, progress=each))
+    assert written == sum(file.stat().st_size for file in saved.glob("*.safetensors")) > num_bytes
+    other = tmp_path / "other"
+    again = shown(lambda each: save_sharded(state, other, progress=each, asynchronous=True).wait())
+    assert again == written
+    assert shown(lambda each: load_sharded(saved, progress=each)) == num_bytes
+    assert shown(lambda each: load_sharded(saved, into=state, progress=each)) == num_bytes

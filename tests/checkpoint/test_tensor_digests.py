@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from shardspec import (
     DeviceMesh,
+    Digests,
     DTensor,
     Layout,
     NameMap,
@@ -22,6 +23,8 @@ from shardspec import (
 from shardspec.checkpoint.compare.digest import read_digests
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
+from shardspec.resharding.digests import TensorDigest
+from tests.dist.processes import run_ranks
 from tests.families.maps import load_map
 
 MESH = DeviceMesh(range(6), (2, 3))
@@ -274,3 +277,38 @@ def test_the_command_writes_digests_that_verify_takes(place, tmp_path):
     assert "1 problem" in every.output
     assert run("verify", place / "ckpt", "--map", "m.toml").exit_code == 2
     assert run("verify", place / "ckpt", "--digests", tmp_path / "m.safetensors").exit_code == 3
+
+
+def parts_of_two_jobs(rank, directory, half):
+    """Write the digests of one half of the columns, in a job that knows of no other."""
+    mesh, whole = DeviceMesh(range(2), (2,)), torch.arange(40.0).view(5, 8)
+    own = DTensor(whole[:, 4 * half : 4 * half + 4], mesh, "[S0,R]")
+    shard, ((lo, hi), (_, width)) = own.to_local().numpy(), own.layout.box(rank)
+    box = ((lo, hi), (4 * half, 4 * half + width))
+    wide = TensorDigest.of_box(shard, box, (5, 8), "float32")
+    part = Digests({"wide": wide}) + digest({f"of job {half}": own}, part=True)
+    place = directory / f"{half}{rank}.json"
+    place.write_text(json.dumps(part.to_json()))
+
+
+def test_ranks_of_two_jobs_write_parts_that_the_command_adds_up(tmp_path):
+    for half in (0, 1):
+        (tmp_path / f"{half}").mkdir()
+        run_ranks(2, tmp_path / f"{half}", parts_of_two_jobs, tmp_path, half)
+    files = [tmp_path / f"{half}{rank}.json" for half in (0, 1) for rank in (0, 1)]
+    whole = torch.arange(40.0).view(5, 8)
+    due = digest({"wide": whole, "of job 0": whole[:, :4], "of job 1": whole[:, 4:]})
+    done = run("digest", "--add", *files, "-o", tmp_path / "all.json")
+    assert (done.exit_code, due.value in done.output) == (0, True), done.output
+    assert read_digests(tmp_path / "all.json") == due
+    for wrong, name in ((files[:3], "'of job 1'"), (files[2:], "'wide'"), (files * 2, "'of job")):
+        refused = run("digest", "--add", *wrong, "-o", tmp_path / "no.json")
+        assert (refused.exit_code, name in refused.output) == (3, True), refused.output
+        assert not (tmp_path / "no.json").exists()
+    save_sharded({"wide": whole}, tmp_path / "ckpt")
+    partial = run("verify", tmp_path / "ckpt", "--digests", files[0], "--include", "wide")
+    assert partial.exit_code == 3
+    assert run("digest", *files).exit_code == 2
+    assert run("digest", "--add", *files, "--include", "wide").exit_code == 2
+    with pytest.raises(LayoutError, match="include="):
+        digest(tmp_path / "ckpt", part=True)

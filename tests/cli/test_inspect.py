@@ -292,6 +292,8 @@ def test_rows_of_many_tensors_are_cut_unless_all_are_wanted(tmp_path):
     assert short.count("\nn") == 1000
     assert "and 500 more; --full" in short
     assert full.count("\nn") == 1500
+    first, second = (table.splitlines() for table in full.split("\n\n")[1:3])
+    assert (first[0], len(first), len(second)) == (second[0], 1002, 502)
 
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}

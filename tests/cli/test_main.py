@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
+from rich.cells import cell_len
 from safetensors.numpy import load_file, save_file
 
 from shardspec.cli.main import cli, option_text
@@ -460,3 +462,28 @@ def test_deltas_and_digests_in_a_store(tmp_path):
     assert run("digest", b, "-o", digests).exit_code == 0
     assert run("verify", tmp_path / "c.safetensors", "--digests", digests).exit_code == 0
     assert run("verify", a, "--digests", digests).exit_code == 3
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["inspect", "/none/" + "名前" * 90],
+        ["plan", "--mesh", "2x2", "--shape", "8x8", "[S0,R]", "[S0,S0]"],
+        ["plan", "--mesh", "dp=2,tp=2", "--shape", "8x8", "[S(dp),R]", "[S(" + "x" * 500 + "),R]"],
+        ["reshard", "examples/checkpoint", "-o", "out"],
+    ],
+)
+def test_an_error_on_a_terminal_has_three_lines_wrapped_at_words(args, columns):
+    ours, theirs = os.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "shardspec", *args]
+    done = subprocess.run(command, stderr=theirs, env=environment, cwd=ROOT.parent)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    lines = text.splitlines()
+    assert done.returncode in (2, 3)
+    assert lines[0].startswith("Error:")
+    assert sum(-(-cell_len(line) // columns) for line in lines) <= 3
+    assert all(" " not in line or cell_len(line) <= columns for line in lines)

@@ -61,6 +61,7 @@ def digest(
     names: Names | None = None,
     seed: int = 0,
     communicator: Communicator | None = None,
+    part: bool = False,
     progress: Progress | None = None,
     **selection: Unpack[Selection],
 ) -> Digests:
@@ -81,6 +82,9 @@ def digest(
         Selects the hash keys, in place of the fixed default ones.
     communicator
         The ranks of a state dict, as for `save_sharded`.
+    part
+        Digest only the boxes of a state dict that this process saves, without the other ranks.
+        Parts add up: ``sum(parts, Digests({})).require_complete()``.
     progress
         Called with the bytes of a checkpoint that are read so far, and in all.
 
@@ -113,8 +117,15 @@ def digest(
         if progress is not None or not replace(choice, drop=()).is_all:
             raise LayoutError("include, exclude, rename and progress are for checkpoints")
         chosen = communicator or rank_state.communicator_of_state(source)
+        if part:
+            what = rank_state.describe(source, chosen)
+            require_no_sums(what.layouts)
+            own = named_state(catalog_of(what, chosen), names, choice.drop)
+            return Digests(_of_boxes(own, chosen, seed), seed)
         with chosen.telling():
             return _of_state(source, names, choice.drop, seed, chosen)
+    if part:
+        raise LayoutError("part=True is for state dicts; choose tensors by include=")
     return _of_checkpoint(*mapped_choice(as_catalog(source), names, choice), seed, progress)
 
 
@@ -169,30 +180,32 @@ def _of_state(
     def described() -> tuple[rank_state.Described, Catalog]:
         what = rank_state.describe(state, chosen)
         require_no_sums(what.layouts)
-        return what, _named(catalog_of(what, chosen), names, drop)
+        return what, named_state(catalog_of(what, chosen), names, drop)
 
     what, source = agree(chosen, described)
     rank_state.check_same_state(what, chosen, "first")
     rank_state.check_replicas_of_ranks(what, chosen)
 
-    def digested() -> dict[str, TensorDigest]:
-        digests = {}
-        for name in source.names:
-            tensor = source.tensor(name)
-            total = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
-            for stored in tensor.boxes:
-                # Padding is the same on all ranks: the first counts it.
-                padding = stored.computed is None
-                if not padding or chosen.mesh.ids[0] in chosen.addressable:
-                    bits = _bits(stored, item_bytes(tensor.dtype))
-                    total += TensorDigest.of_box(bits, stored.box, tensor.shape, tensor.dtype, seed)
-            digests[name] = total
-        return digests
-
-    return add_up(agree(chosen, digested), chosen, seed)
+    return add_up(agree(chosen, lambda: _of_boxes(source, chosen, seed)), chosen, seed)
 
 
-def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
+def _of_boxes(source: Catalog, chosen: Communicator, seed: int) -> dict[str, TensorDigest]:
+    """Return the digests of the boxes of this process."""
+    digests = {}
+    for name in source.names:
+        tensor = source.tensor(name)
+        total = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
+        for stored in tensor.boxes:
+            # Padding is the same on all ranks: the first counts it.
+            padding = stored.computed is None
+            if not padding or chosen.mesh.ids[0] in chosen.addressable:
+                bits = _bits(stored, item_bytes(tensor.dtype))
+                total += TensorDigest.of_box(bits, stored.box, tensor.shape, tensor.dtype, seed)
+        digests[name] = total
+    return digests
+
+
+def named_state(source: Catalog, names: Names | None, drop: Patterns = ()) -> Catalog:
     """Return a state dict in memory with a map applied."""
     if names is None:
         check_drop(Choice(drop=drop))
@@ -229,7 +242,7 @@ def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: i
     digests = {
         n: replace(mine[n], sums=tuple(s)) for n, s in zip(names, totals.tolist(), strict=True)
     }
-    return Digests(digests, seed)
+    return Digests(digests, seed).require_complete()
 
 
 # --- files of digests

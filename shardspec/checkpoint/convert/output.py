@@ -454,7 +454,7 @@ def _digests(target: Target, output: Output) -> Digests:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
         digests[tensor.name] = output.tensor_digests.get(written, empty)
-    return Digests(digests)
+    return Digests(digests).require_complete()
 
 
 # --- before the first byte

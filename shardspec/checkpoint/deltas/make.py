@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import Catalog, Target, whole_box
 from shardspec.checkpoint.compare.coverage import check_tiling
+from shardspec.checkpoint.compare.digest import named_state
 from shardspec.checkpoint.convert.copy import Buffers, Progress, read_whole
 from shardspec.checkpoint.convert.output import WriteReport, check_destination, merge
-from shardspec.checkpoint.convert.select import require_finished
+from shardspec.checkpoint.convert.select import mapped, require_finished
 from shardspec.checkpoint.deltas.apply import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.deltas.frames import Hash, extra, new_hash
 from shardspec.checkpoint.formats import default_format
@@ -32,6 +33,7 @@ from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
+from shardspec.resharding.name_map import Names
 from shardspec.text import first_of, shown
 
 Encoding: TypeAlias = Literal["xor", "overwrite"]
@@ -76,6 +78,7 @@ def delta(
     *,
     version: int,
     base_version: int | None = None,
+    names: Names | None = None,
     encoding: Encoding = "xor",
     checksum: Checksum = "xxh3-128",
     overwrite: bool = False,
@@ -86,12 +89,14 @@ def delta(
     Parameters
     ----------
     base, new
-        Checkpoints in any formats and shardings, perhaps `mapped` to the names of the base; or
-        state dicts whose tensors are in this process. Keep a copy of the state published last.
+        Checkpoints in any formats and shardings, or state dicts whose tensors are in this process.
+        Keep a copy of the state published last.
     output
         The directory to write, as ``weight_v000001``.
     version, base_version
         Numbers of the new state, and of the base, by default the one before.
+    names
+        Converts tensors of `new` to the names of the base, as for `merge`.
     encoding
         ``"xor"``, or ``"overwrite"``, which stores positions and values and may be applied twice.
     checksum
@@ -143,15 +148,16 @@ def delta(
         state_catalog(side) if isinstance(side, Mapping) else as_catalog(side)
         for side in (base, new)
     )
+    now = named_state(now, names) if isinstance(new, Mapping) else mapped(now, names)
     _check_alike(old, now)
     for catalog in (old, now):
         destination = check_destination(path, catalog, Target((), True, ()), overwrite)
     with OpenFiles() as files:
         writer = _Writer(path, old, now, files, encoding, checksum, progress)
-        names = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
+        written = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
         replaced = frozenset((DELTA_INDEX, _FILE_NAME))
         output_files = Staging(
-            dict.fromkeys(names, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
+            dict.fromkeys(written, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
         )
         with destination.path.stage(output_files) as staged:
             if writer.changed:

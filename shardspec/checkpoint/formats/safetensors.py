@@ -115,8 +115,8 @@ def read_header(file: SourceFile) -> Header:
             raise CheckpointError(f"{path}: {label}: {error}") from None
         if len(span) != 2 or span[1] - span[0] != num_bytes:
             raise CheckpointError(
-                f"{path}: {label} of shape {list(shape)} and dtype {dtype} takes {num_bytes} bytes, "
-                f"which its data_offsets {shown(list(span))} do not span"
+                f"{path}: {label} of shape {list(shape)} and dtype {dtype} takes {num_bytes} "
+                f"bytes, which its data_offsets {shown(list(span))} do not span"
             )
         entries.append(HeaderEntry(name, dtype, shape, 8 + length + span[0], num_bytes))
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))

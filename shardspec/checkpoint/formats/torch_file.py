@@ -100,8 +100,8 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             if shape != global_shape:
                 raise CheckpointError(
                     f"{path}: has a part of shape {list(shape)} of tensor {name!r} of shape "
-                    f"{list(global_shape)}; name the directory with the files of all ranks, such as "
-                    "model_world_size_4_rank_0.pt"
+                    f"{list(global_shape)}; name the directory with the files of all ranks, such "
+                    "as model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(

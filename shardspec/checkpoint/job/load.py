@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import Catalog, OutputTensor, StoredTensor
 from shardspec.checkpoint.compare.coverage import check_tiling
-from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into, stretches
+from shardspec.checkpoint.convert.copy import Buffers, Checks, Progress, read_box_into, stretches
 from shardspec.checkpoint.convert.layout import layouts_by_rules
 from shardspec.checkpoint.convert.select import (
     Choice,
@@ -30,7 +30,7 @@ from shardspec.checkpoint.state.state_dict import OMITTED, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.consensus import agree
-from shardspec.dtypes import dtype_name
+from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
@@ -51,6 +51,7 @@ def load_sharded(
     names: Names | None = None,
     communicator: Communicator | None = None,
     dtype: str | None = None,
+    progress: Progress | None = None,
     **selection: Unpack[Selection],
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -80,6 +81,8 @@ def load_sharded(
     dtype
         Cast floating point tensors to this dtype, to which quantized weights are dequantized;
         tensors of `into` have it.
+    progress
+        Called with the bytes that this process has read, and those it will have.
 
     Other Parameters
     ----------------
@@ -147,7 +150,7 @@ def load_sharded(
                 )
             chosen = communicator or communicator_of(target)
             plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
-        values = {**agree(chosen, lambda: read_shards(plan, chosen)), **plan.values}
+        values = {**agree(chosen, lambda: read_shards(plan, chosen, progress)), **plan.values}
         return unflatten(plan.paths, lambda name: values.get(name, OMITTED))
 
 
@@ -279,7 +282,9 @@ def _plan_into(
     return Reading(source, names, layouts, state.shards, paths, result)
 
 
-def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
+def read_shards(
+    plan: Reading, communicator: Communicator, progress: Progress | None = None
+) -> dict[str, Any]:
     """Read the shards of this process, into given tensors or into new DTensors."""
     import torch
 
@@ -287,13 +292,20 @@ def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
 
     loaded: dict[str, Any] = {}
     buffers, devices = Buffers(), communicator.addressable
+    reads = [
+        (name, boxes)
+        for name, layout in plan.layouts.items()
+        for boxes in dict.fromkeys(tuple(layout.local_boxes(device)) for device in devices)
+    ]
+    widths = {n: item_bytes(plan.source.outline(plan.names[n]).dtype) for n in plan.layouts}
+    done, total = 0, sum(widths[name] * sum(map(box_size, boxes)) for name, boxes in reads)
     with OpenFiles() as files, torch.no_grad():
         files.will_read(
             plan.source.directory,
             (
                 stretch
-                for name, layout in plan.layouts.items()
-                for box in dict.fromkeys(box for d in devices for box in layout.local_boxes(d))
+                for name, boxes in reads
+                for box in boxes
                 for stretch in stretches(plan.source.tensor(plan.names[name]), box)
             ),
         )
@@ -315,6 +327,9 @@ def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
                 for box in boxes:
                     part = rank_state.box_of_shard(shard, layout, device, box)
                     _fill(part, tensor, box, files, buffers)
+                    done += box_size(box) * widths[name]
+                    if progress is not None:
+                        progress(done, total)
             loaded[name] = (
                 DTensor.from_shards(shards, layout, communicator) if plan.shards is None else shards
             )

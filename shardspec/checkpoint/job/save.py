@@ -6,11 +6,11 @@ files, publish the info. After each step all ranks continue or fail together.
 
 import errno
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
@@ -19,6 +19,7 @@ from shardspec.checkpoint.compare.digest import (
     check_digests_file,
     write_digests,
 )
+from shardspec.checkpoint.convert.copy import Progress
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import encode_header, read_header
@@ -41,6 +42,8 @@ from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
 
+Pieces: TypeAlias = Iterator[bytes | memoryview]
+
 
 @overload
 def save_sharded(
@@ -51,6 +54,7 @@ def save_sharded(
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
     digests: PurePath | str | None = None,
+    progress: Progress | None = None,
     asynchronous: Literal[False] = False,
 ) -> None: ...
 @overload
@@ -62,6 +66,7 @@ def save_sharded(
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
     digests: PurePath | str | None = None,
+    progress: Progress | None = None,
     asynchronous: Literal[True],
 ) -> PendingSave: ...
 def save_sharded(
@@ -72,6 +77,7 @@ def save_sharded(
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
     digests: PurePath | str | None = None,
+    progress: Progress | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
@@ -103,6 +109,9 @@ def save_sharded(
     digests
         A file for the digests of all tensors, as `digest` computes them. They are computed while
         writing.
+    progress
+        Called with the bytes that this process has written, and those it will have; by the thread
+        that saves.
     asynchronous
         Copy everything into memory, return a `PendingSave`, and write in the background. The save
         is unfinished until all ranks have written. The next save of the process waits for this
@@ -146,7 +155,7 @@ def save_sharded(
         return PendingSave() if asynchronous else None
     place, mesh = storage_path(directory), chosen.mesh
     file = None if digests is None else storage_path(digests)
-    save_to = partial(_save, place, overwrite, replicas, file)
+    save_to = partial(_save, place, overwrite, replicas, file, progress)
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
@@ -185,6 +194,7 @@ def _save(
     overwrite: bool,
     replicas: Replicas,
     digests: StoragePath | None,
+    progress: Progress | None,
     what: Described,
     save: str,
     chosen: Communicator,
@@ -200,15 +210,14 @@ def _save(
         boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
+        own = {rank: boxes[rank] for rank in mine}
         names = [native.shard_name(rank, save) for rank in mine]
         sums = {
             name: TensorDigest(layout.dtype, layout.global_shape)
             for name, layout in (() if digests is None else what.layouts.items())
         }
         try:
-            written = agree(
-                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)
-            )
+            written = agree(chosen, lambda: _write_shards(path, own, what, save, sums, progress))
             digested = None if digests is None else add_up(sums, chosen)
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
@@ -263,6 +272,7 @@ def _write_shards(
     what: Described,
     save: str,
     sums: dict[str, TensorDigest],
+    progress: Progress | None,
 ) -> dict[int, FileEntry]:
     """Write the files of this process; return their boxes, each with its CRC-32, by rank.
 
@@ -275,14 +285,31 @@ def _write_shards(
         for name, layout in what.layouts.items()
     }
     written = {}
+    files = {rank: native.shard_file(tensors, boxes[rank], rank, save) for rank in boxes}
+    shown = _shown(progress, sum(file.num_bytes for file in files.values()))
     for rank, entries in boxes.items():
-        file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
-        pieces = _pieces(file, rank, what, crcs, sums)
+        file, crcs = files[rank], dict[tuple[str, Box], int]()
+        pieces = shown(_pieces(file, rank, what, crcs, sums))
         place = path / file.name
         place.write(file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
         written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
     return written
+
+
+def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
+    """Return a function that passes pieces on and reports the bytes of all so far."""
+    done = 0
+
+    def passed_on(pieces: Pieces) -> Pieces:
+        nonlocal done
+        for piece in pieces:
+            yield piece
+            done += len(piece)
+            if progress is not None:
+                progress(done, total)
+
+    return passed_on
 
 
 def _pieces(
@@ -291,7 +318,7 @@ def _pieces(
     what: Described,
     crcs: dict[tuple[str, Box], int],
     sums: dict[str, TensorDigest],
-) -> Iterator[bytes | memoryview]:
+) -> Pieces:
     """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:

@@ -183,7 +183,8 @@ def _check_own(path: StoragePath, place: StoragePath) -> bool:
     if not usual or at.st_uid != os.geteuid():
         problem = f"belongs to user id {at.st_uid}" if usual else "is not a file of a run"
         raise CheckpointError(
-            f"{path}: {place.name} beside it {problem}; remove it, or choose another name or directory"
+            f"{path}: {place.name} beside it {problem}; remove it, or choose another name or "
+            "directory"
         )
     return True
 

@@ -351,7 +351,8 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
         first_path = paths.setdefault(key, state.path)
         if first_path != state.path and len(key) == len(state.tensors):
             raise CheckpointError(
-                f"{state.path}: has the tensors of {first_path}; one is a copy of the other, restore it"
+                f"{state.path}: has the tensors of {first_path}; one is a copy of the other, "
+                "restore it"
             )
 
 

@@ -96,8 +96,8 @@ class TorchZip:
         data = file.read(self.start(file, name), record.num_bytes)
         if record.crc32 is not None and crc32(data) != record.crc32:
             raise CheckpointError(
-                f"{self.label}: the bytes of record {record.full_name!r} are not as saved (CRC-32); "
-                "restore the file or save again"
+                f"{self.label}: the bytes of record {record.full_name!r} are not as saved "
+                "(CRC-32); restore the file or save again"
             )
         return data
 
@@ -106,8 +106,8 @@ class TorchZip:
         size = self.record("data.pkl").num_bytes
         if size > _MAX_PICKLE_BYTES:
             raise PickleError(
-                f"{self.label}: its pickle has {size} bytes, past the limit of {_MAX_PICKLE_BYTES}; "
-                "save tensors as tensors, not as lists"
+                f"{self.label}: its pickle has {size} bytes, past the limit of "
+                f"{_MAX_PICKLE_BYTES}; save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")
 
