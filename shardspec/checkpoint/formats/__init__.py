@@ -190,7 +190,7 @@ class Format:
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
-        """Return the directory that a file stands for; None if it stands for itself."""
+        """Return the directory of the checkpoint with this file; None if the file is one itself."""
         if self.part_of is not None:
             return self.part_of(path)
         is_part = self.reads_file is never and self.recognizes((path.name,))

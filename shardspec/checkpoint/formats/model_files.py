@@ -32,7 +32,7 @@ from shardspec.text import shown
 
 _INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
-"""Matches the name of an index of safetensors files, or of a variant."""
+"""Matches names of indexes of safetensors files, also of a variant such as ``fp16``."""
 _NUMBER: Final = r"\d+[-_](?i:of)[-_]\d+"
 _DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
@@ -51,7 +51,7 @@ is_bin_file: Final = _BIN_FILE.fullmatch
 """Matches the name of a ``.bin`` file with a model, or a numbered part of one."""
 _BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_bin_index: Final = _BIN_INDEX.fullmatch
-"""Matches the name of an index of ``.bin`` files, or of a variant."""
+"""Matches names of indexes of ``.bin`` files; also ``….bin.index.fp16.json``, of a variant."""
 
 _NUMBERED: Final = re.compile(
     r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL

@@ -112,7 +112,7 @@ def from_scaled(
     out: RawNumbers,
     dtypes: tuple[str, str],
 ) -> None:
-    """Fill `out` with the dequantized part of a matrix, from a row and a column on.
+    """Fill `out` with the dequantized part of a matrix that begins at a row and a column.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class _Numbers(ComputedMatrices):
         self._mx = powers and plain and weight.block == (1, MX)
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
         filled, size = 0, self._chunk
         while filled < len(out):
             chunk, first = divmod(row + filled, size)

@@ -63,7 +63,7 @@ class Recent:
 
 
 class Source:
-    """A tensor of a checkpoint as matrices over its last two dims, or as rows of one matrix."""
+    """Reads ranges of rows of a tensor: it is a stack of matrices over the last dims."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -137,7 +137,7 @@ class ComputedMatrices(ABC):
 
     @abstractmethod
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
@@ -235,7 +235,7 @@ class Recast(ComputedMatrices):
         """Change numbers in place, from a row and a column on; subclasses override it."""
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
         with np.errstate(all="ignore"):
             for rows, values in self.parts(matrix, row, column, out.shape):
                 self.change(values, matrix, row + rows.start, column)

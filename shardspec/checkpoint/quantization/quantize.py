@@ -252,7 +252,7 @@ class _CodesOrScales(ComputedMatrices):
         self._quantizer, self._scales = quantizer, scales
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
         tiles, (high, wide) = self._quantizer, self.each
         down, across = tiles.height // high, tiles.width // wide
         for top in range(row // down * down, row + out.shape[0], down):

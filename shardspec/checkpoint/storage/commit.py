@@ -221,7 +221,7 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
 def _exchange(
     staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Give a staged directory the name of an older one."""
+    """Replace an older directory by a staged one."""
     fd = os.open(path, system_calls.DIRECTORY)
     try:
         if system_calls.lock(fd) is False:

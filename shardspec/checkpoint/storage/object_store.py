@@ -365,7 +365,7 @@ class RangePrefetcher:
 
 
 def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
-    """Open a file of about this size, which appears when its `commit` is called."""
+    """Open a file to upload, of about this size; its `commit` makes it visible."""
     store = path.store
     if not store.async_impl:
         # These ignore `autocommit` outside of a transaction; this one is never completed.
