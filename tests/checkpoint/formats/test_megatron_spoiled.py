@@ -53,7 +53,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
     ckpt = saved / "told" / "iter_0000010"
     assert refused(ckpt) == (
         f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
-        "no args), so that files of later ranks may be missing; if there were none, confirm it "
+        "no args), so files of later ranks may be missing; if there were none, confirm it "
         "with ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
