@@ -19,7 +19,7 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardspec import DeviceMesh, DTensor, merge, save_sharded
-from shardspec.checkpoint.storage.object_store import kept_store
+from shardspec.checkpoint.storage.object_store import shared_store
 from shardspec.cli.main import cli
 
 STATE = {
@@ -128,13 +128,13 @@ def s3_server():
         for name, value in variables.items():
             patch.setenv(name, value)
         store = fsspec.filesystem("s3")
-        kept_store.cache_clear()
+        shared_store.cache_clear()
         store.mkdir("models")
         try:
             yield
         finally:
             store.clear_instance_cache()
-            kept_store.cache_clear()
+            shared_store.cache_clear()
             # What it holds outlives it.
             urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
             server.stop()

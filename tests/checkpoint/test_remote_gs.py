@@ -12,7 +12,7 @@ from gcp_storage_emulator.server import create_server
 from shardspec import merge, reshard
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.compare.verify import verify_checkpoint
-from shardspec.checkpoint.storage.object_store import kept_store
+from shardspec.checkpoint.storage.object_store import shared_store
 from shardspec.errors import OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
@@ -32,10 +32,10 @@ def gs():
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         store = fsspec.filesystem("gs", token="anon")
         store.clear_instance_cache()
-        kept_store.cache_clear()
+        shared_store.cache_clear()
         yield
         store.clear_instance_cache()
-        kept_store.cache_clear()
+        shared_store.cache_clear()
     server.stop()
 
 

@@ -190,7 +190,7 @@ class Format:
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
-        """Return the directory that a file stands for; None if it stands for itself."""
+        """Return the directory of the checkpoint with this file; None if the file is one itself."""
         if self.part_of is not None:
             return self.part_of(path)
         is_part = self.reads_file is never and self.recognizes((path.name,))
@@ -227,18 +227,18 @@ def installed() -> tuple[Format, ...]:
     from importlib.metadata import entry_points
 
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
-    others = list(built_in()) if points else []
+    earlier = list(built_in()) if points else []
     for point in points:
         format = _loaded(point)
-        taken = {name for other in others for name in _names(other)}
+        used = {name for format_before in earlier for name in _names(format_before)}
         for name in _names(format):
-            if name in taken:
+            if name in used:
                 raise CheckpointError(
                     f"{_called(point)}: {name!r} is taken by another format; uninstall one of the "
                     "packages"
                 )
-        others.append(format)
-    return tuple(others[len(MODULES) :])
+        earlier.append(format)
+    return tuple(earlier[len(MODULES) :])
 
 
 def _names(format: Format) -> tuple[str, ...]:
@@ -305,8 +305,8 @@ def written_format(name: str, way: Way) -> Format:
         return format
     problem = f"there is no format {name!r}"
     if format is not None:
-        other = "is not for whole tensors" if way == "merged" else "is not for shards"
-        problem = f"the format {name!r} {other if format.writes else 'is only read'}"
+        refusal = "is not for whole tensors" if way == "merged" else "is not for shards"
+        problem = f"the format {name!r} {refusal if format.writes else 'is only read'}"
         problem += f"; {format.instead}" if format.instead else ""
     raise CheckpointError(f"{problem}; choose one of {', '.join(written_names(way))}")
 
@@ -342,12 +342,12 @@ def merged_format(
     else:
         chosen = written_format(name, "merged")
     if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
-        other = default_format("merged", directory=True).name
+        directory_format = default_format("merged", directory=True).name
         raise CheckpointError(
             f"{output}: a limit of {max_shard_bytes} bytes a file (",
             Argument("max_shard_bytes"),
             f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
-            f"format {other!r} and name a directory",
+            f"format {directory_format!r} and name a directory",
         )
     if in_directory and chosen.extensions:
         raise CheckpointError(

@@ -66,16 +66,16 @@ def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
     >>> str(cut_rules({"*.fc1.weight": {"spec": "[S(tp),R]", "parts": 2}})["*.fc1.weight"].spec)
     '[S(tp){1,1},R]'
     """
-    stated_by = "rules"
+    origin = "rules"
     if isinstance(rules, PurePath | str):
-        rules, stated_by = read_toml(PurePath(rules)), str(rules)
+        rules, origin = read_toml(PurePath(rules)), str(rules)
     return {
-        pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
+        pattern: _rule(value, f"{origin}: the rule of {pattern!r}")
         for pattern, value in (rules or {}).items()
     }
 
 
-def _rule(value: object, what: str) -> RuleSpec:
+def _rule(value: object, title: str) -> RuleSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
     if type(parts) is int and parts <= _MOST_PARTS:
@@ -90,15 +90,15 @@ def _rule(value: object, what: str) -> RuleSpec:
         try:
             rule = RuleSpec.of(spec)
         except ShardSpecError as error:
-            raise CheckpointError(f"{what}: {error}") from None
-        whole = rule.spec
+            raise CheckpointError(f"{title}: {error}") from None
+        parsed = rule.spec
         cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
-        over_tp = whole.is_plain and not whole.partials and {*whole.axes} <= {_AXIS}
-        if over_tp and (whole.axes or cut.is_plain):
-            cuts = dict.fromkeys(whole.dim_partition_dict, cut)
-            return replace(rule, spec=ShardingSpec(whole.dims, cuts))
+        over_tp = parsed.is_plain and not parsed.partials and {*parsed.axes} <= {_AXIS}
+        if over_tp and (parsed.axes or cut.is_plain):
+            cuts = dict.fromkeys(parsed.dim_partition_dict, cut)
+            return replace(rule, spec=ShardingSpec(parsed.dims, cuts))
     raise CheckpointError(
-        f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone, or a table "
+        f"{title} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone, or a table "
         "of spec and parts (a number or proportions); quote patterns with dots or stars too"
     )
 
@@ -163,9 +163,9 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
             first = tensors.setdefault(name, tensor)
             if first is not tensor:
                 if _kind_text(first) != _kind_text(tensor):
-                    what, before = f"tensor {name!r}", "an earlier stage"
+                    title, before = f"tensor {name!r}", "an earlier stage"
                     path = chunk.states[0].path
-                    raise mismatch_error(path, what, _kind_text(tensor), before, _kind_text(first))
+                    raise mismatch_error(path, title, _kind_text(tensor), before, _kind_text(first))
                 tensors[name] = replace(first, boxes=first.boxes + tensor.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             layers_before.update({before: count for (before, _), count in layers.items()})
@@ -176,7 +176,7 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
     return tensors
 
 
-def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
+def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple[str, str], int]:
     """Return the number of layers or experts in each list of a chunk, numbered from 0."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
@@ -185,8 +185,8 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple
         missing = min(set(range(len(counted))) - counted, default=None)
         if missing is not None:
             raise CheckpointError(
-                f"{chunk.states[0].path}: has no {what} {before}{missing}{after}, but "
-                f"{before}{max(counted)}{after}; each file counts its {what}s from 0; this one was "
+                f"{chunk.states[0].path}: has no {kind} {before}{missing}{after}, but "
+                f"{before}{max(counted)}{after}; each file counts its {kind}s from 0; this one was "
                 "changed, restore it"
             )
     return {key: len(counted) for key, counted in numbers.items()}
@@ -219,8 +219,8 @@ def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -
     first_path, first, _ = shards[0]
     for path, local, _ in shards:
         if _kind_text(local) != _kind_text(first):
-            what = f"tensor {local_name!r}"
-            raise mismatch_error(path, what, _kind_text(local), first_path, _kind_text(first))
+            title = f"tensor {local_name!r}"
+            raise mismatch_error(path, title, _kind_text(local), first_path, _kind_text(first))
     dims, shape = len(first.shape), list(first.shape)
     rule = spec = ShardingSpec(dims)
     if len(shards) > 1:
@@ -243,8 +243,8 @@ def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -
         for rank, (path, _, place) in zip(ranks, shards, strict=True)
         for part in replica_keys(layout, rank)
     )
-    stated = spec if rule.is_plain else None
-    return StoredTensor(name, layout.global_shape, first.dtype, stated, (), boxes)
+    known_spec = spec if rule.is_plain else None
+    return StoredTensor(name, layout.global_shape, first.dtype, known_spec, (), boxes)
 
 
 def _kind_text(tensor: StoredTensor | TorchTensor) -> str:

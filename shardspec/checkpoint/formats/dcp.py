@@ -88,10 +88,10 @@ class _DcpCatalog(catalog.Catalog):
 
     def as_stored(self) -> catalog.Catalog:
         """Return the checkpoint without unpacking pickled entries."""
-        whole = self._as_stored
-        if whole is None:
+        stored = self._as_stored
+        if stored is None:
             return self
-        return whole.with_facts(replace(whole.facts, snapshot=self.facts.snapshot))
+        return stored.with_facts(replace(stored.facts, snapshot=self.facts.snapshot))
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor as the metadata describes it."""
@@ -117,21 +117,21 @@ class _DcpCatalog(catalog.Catalog):
 
 
 def _read_chunk(outline: Outline[StoredChunk], chunk: StoredChunk) -> StoredBox:
-    what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
+    label = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with chunk.path.open() as file:
-        archive = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
+        archive = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, label)
         value = read_torch(archive, archive.pickle(file))
         actual, expected = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
         if isinstance(value, values.TorchTensor) and value.placed is None:
             actual = f"{list(value.shape)} of {value.dtype}"
         if not isinstance(value, values.TorchTensor) or actual != expected:
             raise CheckpointError(
-                f"{what}: is {actual} there, but {METADATA_NAME} says {expected}; the file is from "
-                "another save, restore the right one"
+                f"{label}: is {actual} there, but {METADATA_NAME} says {expected}; the file is "
+                "from another save, restore the right one"
             )
         place = tensor_place(value, file, archive)
     if place.strides is not None and chunk.stored != box_shape(chunk.box):
-        raise CheckpointError(f"{what}: a range of a flat tensor has strides; it is damaged")
+        raise CheckpointError(f"{label}: a range of a flat tensor has strides; it is damaged")
     at = place.offset + chunk.start * item_bytes(outline.dtype)
     return StoredBox(chunk.box, (), chunk.rank, chunk.path, at, place.digest, place.strides)
 
@@ -149,15 +149,15 @@ class _Inside(NamedTuple):
 def _look_inside(
     entries: Mapping[str, StoredObject],
     keys: Mapping[str, KeyPath],
-    taken: Collection[str],
+    outside: Collection[str],
     ranks: Mapping[StoragePath, int],
 ) -> _Inside:
-    """Return the contents of pickled entries; `taken` are the names of tensors beside them."""
+    """Return the contents of pickled entries; `outside` are the names of tensors beside them."""
     tensors: dict[str, catalog.StoredTensor] = {}
-    others: dict[str, object] = {}
+    extras: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
     of_entry: dict[str, list[catalog.StoredTensor]] = {}
-    groups = taken, tensors, others
+    groups = outside, tensors, extras
     for name, place in entries.items():
         at = keys.get(name, (name,))
         with place.path.open() as file:
@@ -169,10 +169,10 @@ def _look_inside(
                     plain = plain_value(value, archive)
                     if not catalog.is_plain_entry(plain):
                         plain = catalog.OpaqueValue("an object of Megatron", _digest(file, place))
-                    others[name] = plain
+                    extras[name] = plain
                     continue
                 contents = flat_contents(value, at, place.path)
-                for inner in (*contents.tensors, *contents.others):
+                for inner in (*contents.tensors, *contents.extras):
                     if any(inner in names for names in groups) or (
                         inner != name and inner in entries
                     ):
@@ -180,23 +180,23 @@ def _look_inside(
             except unpickler.PickleError as error:
                 # It can be copied, but may have any contents.
                 text = f"a pickle that is not read: {error}"
-                others[name] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
+                extras[name] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
                 continue
             for inner, tensor in contents.tensors.items():
                 if tensor.shape == tensor.global_shape:
-                    whole = StateTensor(tensor, tensor_place(tensor, file, archive))
-                    tensors[inner] = whole_tensor(inner, place.path, whole, ranks[place.path])
+                    unsharded = StateTensor(tensor, tensor_place(tensor, file, archive))
+                    tensors[inner] = whole_tensor(inner, place.path, unsharded, ranks[place.path])
                     of_entry.setdefault(name, []).append(tensors[inner])
                 else:
                     text = f"a part of a tensor of shape {list(tensor.global_shape)}"
-                    others[inner] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
-            for inner, part in contents.others.items():
+                    extras[inner] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
+            for inner, part in contents.extras.items():
                 plain = plain_value(part, archive)
                 if isinstance(plain, catalog.OpaqueValue) and plain.digest is None:
                     plain = replace(plain, digest=_digest(file, place))
-                others[inner] = plain
+                extras[inner] = plain
             paths |= contents.paths
-    return _Inside(tensors, others, paths, of_entry)
+    return _Inside(tensors, extras, paths, of_entry)
 
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
@@ -225,7 +225,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
         for number, (file, match) in enumerate(zip(files, matches, strict=True))
     }
     tensors: dict[str, Outline[StoredChunk]] = {}
-    others: dict[str, StoredObject] = {}
+    objects: dict[str, StoredObject] = {}
     repeated = False
     for name, entry in entries.items():
         try:
@@ -236,7 +236,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                 case Record(name="BytesStorageMetadata") if is_text(name):
                     if (name, None) not in places:
                         raise ValueError("no file contains this entry")
-                    others[name] = places[name, None]
+                    objects[name] = places[name, None]
                 case _:
                     raise ValueError("an entry needs a name and a kind")
         except (TypeError, ValueError) as error:
@@ -259,15 +259,15 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
         _check_file(file, by_file[file], exact=not repeated)
     unread = {name: _unread(tensor) for name, tensor in tensors.items() if not _is_read(tensor)}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unread}
-    inside = _look_inside(others, keys, {*tensors, *unread}, ranks)
+    inside = _look_inside(objects, keys, {*tensors, *unread}, ranks)
     inside = inside._replace(values={**inside.values, **unread})
-    paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
-    facts = catalog.CheckpointFacts(objects=others, pickled=inside.of_entry, paths=paths)
-    outside = _Inside({}, {**others, **unread}, {}, {})
-    whole = _DcpCatalog(directory, tensors, files, outside, facts)
+    paths = {name: keys[name] for name in (*tensors, *objects) if name in keys}
+    facts = catalog.CheckpointFacts(objects=objects, pickled=inside.of_entry, paths=paths)
+    outside = _Inside({}, {**objects, **unread}, {}, {})
+    as_stored = _DcpCatalog(directory, tensors, files, outside, facts)
     paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
     facts = catalog.CheckpointFacts(paths=paths)
-    return _DcpCatalog(directory, tensors, files, inside, facts, whole)
+    return _DcpCatalog(directory, tensors, files, inside, facts, as_stored)
 
 
 def _is_read(outline: Outline[StoredChunk]) -> bool:
@@ -324,28 +324,28 @@ def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
     return model_sidecars(directory, names) | run.intersection(names)
 
 
-def _lay_out(source: catalog.Catalog, wanted: Wanted) -> Target:
-    if wanted.sidecars and source.home == source.directory:
+def _lay_out(source: catalog.Catalog, output: Wanted) -> Target:
+    if output.sidecars and source.home == source.directory:
         _check_megatron(source, frozenset(source.directory.names()))
-    kept = wanted.carried
-    return dcp_target(wanted.mesh, wanted.tensors, wanted.layouts, kept.values, kept.paths)
+    carried = output.carried
+    return dcp_target(output.mesh, output.tensors, output.layouts, carried.values, carried.paths)
 
 
 def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
     """Check that Megatron-core can load the output, if it has written the source."""
     directory = source.directory
     megatron = any(map(_OBJECT_OF_MEGATRON.search, source.facts.objects))
-    stated: object = None
+    description: object = None
     if "metadata.json" in names:
         path = file_inside(directory, "metadata.json", directory)
         with path.open() as file:
             data = file.read(0, min(file.num_bytes, _MAX_METADATA_BYTES))
         # Other tools have files of this name too.
         if megatron or b'"sharded_backend"' in data:
-            stated = parse_json(data, path, "description")
-    if stated is None and not megatron:
+            description = parse_json(data, path, "description")
+    if description is None and not megatron:
         return
-    backend = stated.get("sharded_backend") if isinstance(stated, dict) else None
+    backend = description.get("sharded_backend") if isinstance(description, dict) else None
     problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
     if missing := min(_MEGATRON - names, default=""):
         problem = f"{missing} is missing"

@@ -53,9 +53,9 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             first, models = first or name, models or count
             path = shards.setdefault((number, model), file_inside(directory, name, directory))
             if path.name != name or number < 1 or not 1 <= model <= count == models:
-                other = path.name if path.name != name else first
+                odd = path.name if path.name != name else first
                 raise CheckpointError(
-                    f"{directory}: {other} and {name} cannot be of one save; move that of the "
+                    f"{directory}: {odd} and {name} cannot be of one save; move that of the "
                     "other save away"
                 )
     tensors = _read(shards)
@@ -68,8 +68,10 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     beside = home.parent.names() if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
         # torch has written the merged model above the shards.
-        whole = huggingface.open_model(home.parent, options)
-        merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
+        model_above = huggingface.open_model(home.parent, options)
+        merged = dict(
+            zip(model_above.names, map(model_above.tensor, model_above.names), strict=True)
+        )
         in_shards, in_merged = (
             {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in group.items()}
             for group in (tensors, merged)
@@ -118,15 +120,15 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
                     "DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
                 )
             for name, own_dtype, sizes, offset, _ in header.entries:
-                ends = tuple(lo + size for lo, size in zip(offsets[name], sizes, strict=True))
-                before, dtype, other = reach.setdefault(name, (ends, own_dtype, path))
-                if own_dtype != dtype or len(ends) != len(before):
+                stops = tuple(lo + size for lo, size in zip(offsets[name], sizes, strict=True))
+                before, dtype, first_path = reach.setdefault(name, (stops, own_dtype, path))
+                if own_dtype != dtype or len(stops) != len(before):
                     raise CheckpointError(
-                        f"tensor {name!r} is {dtype} of {len(before)} dims in {other} and "
-                        f"{own_dtype} of {len(ends)} in {path}; the files are not of one save"
+                        f"tensor {name!r} is {dtype} of {len(before)} dims in {first_path} and "
+                        f"{own_dtype} of {len(stops)} in {path}; the files are not of one save"
                     )
-                reach[name] = tuple(map(max, before, ends)), dtype, other
-                box = tuple(zip(offsets[name], ends, strict=True))
+                reach[name] = tuple(map(max, before, stops)), dtype, first_path
+                box = tuple(zip(offsets[name], stops, strict=True))
                 stored = StoredBox(box, (), number - 1, path, offset)
                 first = boxes.setdefault(name, {}).setdefault(box, stored)
                 if first is not stored:
@@ -148,13 +150,13 @@ def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -
     count = len(numbers)
     missing = min(set(range(1, max(ranks or 0, *numbers, 0) + 1)) - numbers, default=None)
     if ranks is None:
-        certain, stated = missing is None and count > 1, "no file says how many ranks there were"
+        certain, reason = missing is None and count > 1, "no file says how many ranks there were"
     else:
-        certain, stated = count == ranks, f"{ranks} are expected"
+        certain, reason = count == ranks, f"{ranks} are expected"
     if not certain:
         lacks = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
-            f"{directory}: has shards of {count} rank{'s' * (count > 1)}, but {stated}{lacks}; "
+            f"{directory}: has shards of {count} rank{'s' * (count > 1)}, but {reason}{lacks}; "
             "restore what is missing, or say how many ranks had something to write: ",
             Argument("ranks", count),
         )

@@ -110,7 +110,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read the descriptions of tensors in the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
-    flat, scalars = _kept(run)
+    flat, scalars = _optimizer_tensors(run)
     lines = _lines(run, flat, needed)
     _check_slices(run, parameters, lines[_WEIGHT])
     tensors = _untrained(run.models, run.stage)
@@ -120,12 +120,12 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
         if run.stage == 3:
             weights, start = lines[_WEIGHT][0], parameter.span.start
             group = bisect_right(weights, start, key=lambda piece: piece.span.start) - 1
-        kept = of_groups.get(group, {}) | {
+        states = of_groups.get(group, {}) | {
             kind: _tensor_of(parameter, line, run.stage)
             for kind, line in lines.items()
             if run.stage == 3 or group in line
         }
-        for kind, tensor in kept.items():
+        for kind, tensor in states.items():
             name = f"optimizer.{kind}.{parameter.name}" if kind else parameter.name
             tensors[name] = replace(tensor, name=name)
     model = run.models[0]
@@ -141,15 +141,15 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 
 
-def _shapes_of(state: TorchState, stated: object) -> dict[str, tuple[int, ...]]:
+def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of parameters in a model's file."""
     try:
-        if isinstance(stated, dict) and all(isinstance(name, str) for name in stated):
-            return {name: sizes_of(value) for name, value in stated.items()}
+        if isinstance(shapes, dict) and all(isinstance(name, str) for name in shapes):
+            return {name: sizes_of(value) for name, value in shapes.items()}
     except ValueError:
         pass
     raise CheckpointError(
-        f"{state.path}: has {stated!r:.200} in place of names and shapes of parameters "
+        f"{state.path}: has {shapes!r:.200} in place of names and shapes of parameters "
         "(param_shapes); the file was changed, restore it"
     )
 
@@ -274,13 +274,13 @@ def _read_run(place: StoragePath) -> _Run:
     return _Run(stage, optimizers, models)
 
 
-def _check_ranks(state: TorchState, key: str, stated: object, ranks: int) -> None:
+def _check_ranks(state: TorchState, key: str, recorded: object, ranks: int) -> None:
     """Raise CheckpointError if a file records a number of ranks other than that of the files."""
-    if stated != ranks:
-        more = isinstance(stated, int) and stated > ranks
+    if recorded != ranks:
+        more = isinstance(recorded, int) and recorded > ranks
         raise CheckpointError(
-            f"{state.path}: {key} is {stated!s:.60}, but {state.path.parent} has files of {ranks} "
-            f"ranks; {'restore the others' if more else 'move those of another save away'}"
+            f"{state.path}: {key} is {recorded!s:.60}, but {state.path.parent} has files of "
+            f"{ranks} ranks; {'restore the others' if more else 'move those of another save away'}"
         )
 
 
@@ -328,8 +328,8 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
     """Return the place of each parameter, and the length that each line of tensors must have."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
-    stated = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
-    paddings = stated if isinstance(stated, list) and run.stage < 3 else []
+    recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
+    paddings = recorded if isinstance(recorded, list) and run.stage < 3 else []
     parameters: list[_Parameter] = []
     needed: list[int] = []
     at = 0
@@ -351,7 +351,7 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
     return parameters, [at] * ranks if run.stage == 3 else needed
 
 
-def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
+def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
     """Return the tensors of parameters in the optimizers' files: flat ones, and scalars."""
     flat: _ByRank = {}
     scalars: _ByRank = {}
@@ -422,8 +422,8 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
         return
     by_name = {(parameter.group, parameter.name): parameter for parameter in parameters}
     for rank, state in enumerate(run.optimizers):
-        stated = state.extras.get(f"{_OPTIMIZER}.param_slice_mappings")
-        for group, slices in enumerate(stated if isinstance(stated, list) else ()):
+        recorded = state.extras.get(f"{_OPTIMIZER}.param_slice_mappings")
+        for group, slices in enumerate(recorded if isinstance(recorded, list) else ()):
             for name, note in slices.items() if isinstance(slices, dict) else ():
                 expected = None
                 if parameter := by_name.get((group, name)):
@@ -457,8 +457,8 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
                 value = f"{part.local.dtype} {data.hex()}"
             values.append(value)
             if value != values[0]:
-                what = f"the {kind} of group {group}"
-                raise mismatch_error(path, what, value, run.optimizers[0].path, values[0])
+                title = f"the {kind} of group {group}"
+                raise mismatch_error(path, title, value, run.optimizers[0].path, values[0])
         dtype = parts[0].local.dtype
         by_group.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(boxes))
     return by_group

@@ -47,16 +47,16 @@ def open_model(place: StoragePath, _: OpenOptions) -> Catalog:
     return safetensors.open_files(place, find_safetensors(place))
 
 
-def _lay_out(source: Catalog, wanted: Wanted) -> Target:
-    metadata = safetensors.agreed_metadata(source, wanted)
+def _lay_out(source: Catalog, output: Wanted) -> Target:
+    metadata = safetensors.agreed_metadata(source, output)
     # PEFT expects its own name, even if the adapter was resharded in between.
     adapter = {file.name for file in source.files} == {_ADAPTER} or (
         (source.home / "adapter_config.json").is_file()
         and not (source.home / "config.json").is_file()
     )
-    limit = wanted.max_shard_bytes or _SHARD_BYTES
+    limit = output.max_shard_bytes or _SHARD_BYTES
     alone = _ADAPTER if adapter else "model.safetensors"
-    target = huggingface_target(wanted.tensors, limit, {**METADATA, **metadata}, alone)
+    target = huggingface_target(output.tensors, limit, {**METADATA, **metadata}, alone)
     return target._replace(carried=frozenset(metadata))
 
 

@@ -139,7 +139,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         # A spec needs a mesh of all ranks, but only the ranks of one stage have the tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = [state.path for state in states]
-    return Catalog(FORMAT.called, directory, tensors, paths, mesh, _others(states))
+    return Catalog(FORMAT.called, directory, tensors, paths, mesh, _extras(states))
 
 
 def _read(place: StoragePath) -> _Files:
@@ -151,8 +151,8 @@ def _read(place: StoragePath) -> _Files:
             rank, *more = (int(number) for number in match.groups() if number is not None)
             stage, expert, *_ = *more, 0, 0
             counts.add(len(more))
-            other = folders.setdefault((stage, expert, rank), name)
-            if other != name or len(counts) > 1:
+            first_name = folders.setdefault((stage, expert, rank), name)
+            if first_name != name or len(counts) > 1:
                 raise CheckpointError(
                     f"{place}: {min(folders.values())} and {name} cannot be of one save; move "
                     "those of the other away"
@@ -210,10 +210,10 @@ def _check_one_save(
     first = states[0]
     for state in states:
         for name, count in expected.items():
-            if (stated := _number(state, name)) not in (None, count):
+            if (recorded := _number(state, name)) not in (None, count):
                 raise CheckpointError(
-                    f"{state.path}: was saved with {name} {stated}, but the files are of {count}; "
-                    "restore what is missing"
+                    f"{state.path}: was saved with {name} {recorded}, but the files are of {count}"
+                    "; restore what is missing"
                 )
         for key in ("iteration", "checkpoint_version"):
             first_value, value = first.extras.get(key), state.extras.get(key)
@@ -255,7 +255,7 @@ def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRule
     return cut_rules.SourceRules(cut_rules.cut_rules(rules), shipped, old)
 
 
-def _others(states: Sequence[TorchState]) -> dict[str, object]:
+def _extras(states: Sequence[TorchState]) -> dict[str, object]:
     """Return entries that are not tensors of the model; entries of every rank are only counted."""
     counts: Counter[str] = Counter()
     for state in states:
@@ -264,16 +264,16 @@ def _others(states: Sequence[TorchState]) -> dict[str, object]:
                 counts[name.partition(".")[0]] += 1
             elif name.endswith(_EXTRA):
                 counts[_EXTRA[1:]] += 1
-    others: dict[str, object] = {}
+    extras: dict[str, object] = {}
     for key, count in counts.items():
         text = f"{count} entries in the files of {len(states)} ranks, not read"
-        others[key] = OpaqueValue(text)
+        extras[key] = OpaqueValue(text)
         if key in states[0].extras:
             value = states[0].extras[key]
             if isinstance(value, Record) and isinstance(value.state, dict):  # arguments
                 value = value.state
-            others[key] = plain_value(value, states[0].archive)
-    return others
+            extras[key] = plain_value(value, states[0].archive)
+    return extras
 
 
 def _recognizes(names: Collection[str]) -> bool:

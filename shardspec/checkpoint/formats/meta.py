@@ -87,10 +87,10 @@ def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str,
     if params.get("vocab_size") != -1:
         implied["vocab_size"] = rows.get("output.weight")
     for key, value in implied.items():
-        stated = params.get(key)
-        if type(stated) is int and value is not None and stated != value:
+        recorded = params.get(key)
+        if type(recorded) is int and value is not None and recorded != value:
             raise CheckpointError(
-                f"{path}: says {key} {stated}, but the tensors in the files make up {value}; a "
+                f"{path}: says {key} {recorded}, but the tensors in the files make up {value}; a "
                 "file is missing or of another model, or ranks share heads, which is not read"
             )
     return params

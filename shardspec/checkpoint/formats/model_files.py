@@ -32,7 +32,7 @@ from shardspec.text import shown
 
 _INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
-"""Matches the name of an index of safetensors files, or of a variant."""
+"""Matches names of indexes of safetensors files, also of a variant such as ``fp16``."""
 _NUMBER: Final = r"\d+[-_](?i:of)[-_]\d+"
 _DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
@@ -51,7 +51,7 @@ is_bin_file: Final = _BIN_FILE.fullmatch
 """Matches the name of a ``.bin`` file with a model, or a numbered part of one."""
 _BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_bin_index: Final = _BIN_INDEX.fullmatch
-"""Matches the name of an index of ``.bin`` files, or of a variant."""
+"""Matches names of indexes of ``.bin`` files; also ``….bin.index.fp16.json``, of a variant."""
 
 _NUMBERED: Final = re.compile(
     r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL
@@ -59,7 +59,7 @@ _NUMBERED: Final = re.compile(
 _ANY_NUMBER: Final = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
 """A number in a file name, but not that of ``fp16``."""
 _SUFFIX: Final = re.compile(r"\.(?:safetensors|bin)(?=[-_.]|\Z)(?:\.index)?")
-_WHOLE: Final = re.compile(
+_COMPLETE: Final = re.compile(
     r"(?:(?:pytorch_|diffusion_pytorch_|adapter_)?model|consolidated|optimizer)(?:\..*)?", re.DOTALL
 )
 """Files that are a model, or an optimizer, by themselves, and their variants."""
@@ -96,7 +96,7 @@ class ModelFiles(NamedTuple):
         """Index, if there is one, and files."""
         return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
-    def wanted(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
+    def names_to_read(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
         """Return the names of the tensors to read from a file.
 
         Raises `CheckpointError` if it lacks a tensor that the index assigns to it, or has one that
@@ -131,8 +131,10 @@ def find_safetensors(directory: StoragePath) -> ModelFiles:
     if indexes:
         return _by_only_index(directory, indexes, names)
     models = _models(names)
-    whole = [model for model, files in models.items() if _WHOLE.fullmatch(model) or files[0][1]]
-    if len(models) > 1 and whole:
+    complete = [
+        model for model, files in models.items() if _COMPLETE.fullmatch(model) or files[0][1]
+    ]
+    if len(models) > 1 and complete:
         raise _several_models(directory, [files[0][0] for files in models.values()])
     notes: tuple[str, ...] = ()
     if len(models) > 1:
@@ -193,11 +195,11 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
         return
     by_number: dict[int, str] = {}
     for name, _ in files:
-        other = by_number.setdefault(_place(name).number or 0, name)
-        if other != name:
+        first_name = by_number.setdefault(_place(name).number or 0, name)
+        if first_name != name:
             raise CheckpointError(
-                f"{directory}: {other} and {name} have the same number; move the one that is of "
-                "another save away"
+                f"{directory}: {first_name} and {name} have the same number; move the one that is "
+                "of another save away"
             )
     first = 0 if 0 in by_number and count not in by_number else 1
     expected = range(first, first + count)
@@ -238,8 +240,8 @@ def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Se
     for name in names if _MODEL not in models else ():
         is_of_model = is_bin_index(name) or is_bin_file(name)
         if is_of_model and _place(name).model.removeprefix(_BIN_PREFIX) not in models:
-            others = (f"{model}.safetensors" for model in sorted(models))
-            raise _several_models(directory, [name, *others])
+            examples = (f"{model}.safetensors" for model in sorted(models))
+            raise _several_models(directory, [name, *examples])
 
 
 # --- with an index
@@ -269,8 +271,8 @@ def files_of_index(index: StoragePath) -> ModelFiles:
     Raises `CheckpointError` if it lists none, or misses a numbered file beside them.
     """
     names: dict[str, set[str]] = {}
-    stated = read_json(index, "index")
-    for name, home in field(stated, "weight_map", dict, index, "").items():
+    content = read_json(index, "index")
+    for name, home in field(content, "weight_map", dict, index, "").items():
         home = checked(home, str, index, f"weight_map[{shown(name)}]")
         names.setdefault(home, set()).add(name)
     if not names:
@@ -301,18 +303,18 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
     for folder in sorted({path.parent for path in files} | {index.parent}):
         named = {path.name for path in files if path.parent == folder}
         models = {_place(name).model for name in named} | {_place(index.name).model}
-        alike = {_ANY_NUMBER.sub("0", name): name for name in sorted(named, reverse=True)}
-        for other in sorted(filter(is_part, {*folder.names()} - named)):
-            place, like = _place(other), alike.get(_ANY_NUMBER.sub("0", other))
+        by_pattern = {_ANY_NUMBER.sub("0", name): name for name in sorted(named, reverse=True)}
+        for name in sorted(filter(is_part, {*folder.names()} - named)):
+            place, match = _place(name), by_pattern.get(_ANY_NUMBER.sub("0", name))
             if place.number is not None and place.model in models:
-                what = f"is one of {place.total} files by its number"
-            elif like is not None:
-                what = f"differs from {like} by its number alone"
+                problem = f"is one of {place.total} files by its number"
+            elif match is not None:
+                problem = f"differs from {match} by its number alone"
             else:
                 continue
             raise CheckpointError(
-                f"{index}: does not name {folder / other}, which {what}; restore the index of all, "
-                "or move the file away"
+                f"{index}: does not name {folder / name}, which {problem}; restore the index of "
+                "all, or move the file away"
             )
         for (name, count), *more in _models(named).values():
             numbers = {_place(at).number or 0 for at, _ in ((name, count), *more)}

@@ -131,16 +131,16 @@ def read_info(directory: StoragePath) -> ShardingInfo:
             "this is not a checkpoint; save again"
         )
     shrink = partial(_box_entry, {})
-    stated = read_json(path, "sharding info", _ROOM_BYTES, shrink)
-    form, version = fields(stated, {"format": str, "version": int}, path, "")
+    content = read_json(path, "sharding info", _ROOM_BYTES, shrink)
+    form, version = fields(content, {"format": str, "version": int}, path, "")
     if (form, version) != (_FORMAT, VERSION):
         raise CheckpointError(
             f"{path}: has format {shown(form)} and version {version}, but this shardspec reads "
             f"{_FORMAT!r} version {VERSION}; upgrade shardspec, or restore a damaged file"
         )
     kinds = {"save": str, "mesh": dict, "tensors": dict, "files": list}
-    save, stated_mesh, tensors, files = fields(stated, kinds, path, "")
-    ids, shape, axes = fields(stated_mesh, _MESH, path, "mesh")
+    save, mesh_fields, tensors, files = fields(content, kinds, path, "")
+    ids, shape, axes = fields(mesh_fields, _MESH, path, "mesh")
     for axis in () if axes is None else checked(axes, list, path, "mesh.axis_names"):
         checked(axis, str, path, "mesh.axis_names")
     try:
@@ -155,12 +155,12 @@ def read_info(directory: StoragePath) -> ShardingInfo:
     for name, count in Counter(entry.name for entry in entries).most_common(1):
         if count > 1:
             raise CheckpointError(f"{path}: files repeats the file name {name!r}")
-    if isinstance(values := stated.get("values"), BoxEntry):  # values named like members of a box
-        stated["values"] = json.loads(_dump(_boxes_json([values])))
+    if isinstance(values := content.get("values"), BoxEntry):  # values named like members of a box
+        content["values"] = json.loads(_dump(_boxes_json([values])))
     decoded: dict[str, dict[str, Any]] = {}
     for key, (_, decode) in _NAMED.items():
         decoded[key] = {}
-        for name, value in checked(stated.get(key, {}), dict, path, key).items():
+        for name, value in checked(content.get(key, {}), dict, path, key).items():
             try:
                 decoded[key][name] = decode(value)
             except (ValueError, RecursionError) as error:
@@ -204,11 +204,11 @@ def _parse_file(
         raise CheckpointError(f"{path}: {key}.rank is {rank}, which is not a device of the mesh")
     entries = []
     for tensor in list(boxes):
-        stated = boxes.pop(tensor)
+        listed = boxes.pop(tensor)
         at = f"{key}.boxes[{tensor!r}]"
         if tensor not in layouts:
             raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        for entry in stated if isinstance(stated, list) and stated else (stated,):
+        for entry in listed if isinstance(listed, list) and listed else (listed,):
             if not isinstance(entry, BoxEntry):
                 raise CheckpointError(
                     f"{path}: {at} should have a box of [low, high] pairs, an addend of whole "
@@ -277,13 +277,13 @@ def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
     for file in info.files:
         for entry in file.boxes:
             parts_of[entry.tensor].append((file.rank, (entry.box, entry.addend)))
-    seen = set()
+    checked_cases = set()
     for name, layout in info.tensors.items():
         stored = parts_of.pop(name)
-        alike = layout, tuple(stored)
-        if alike in seen:
+        case = layout, tuple(stored)
+        if case in checked_cases:
             continue
-        seen.add(alike)
+        checked_cases.add(case)
         holders = catalog.replica_holders(layout)
         for rank, part in stored:
             if rank not in holders.get(part, ()):
@@ -440,17 +440,17 @@ def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
     return FileEntry(file.name, rank, file.num_bytes, sorted(boxes, key=attrgetter("tensor")))
 
 
-def _lay_out(source: Catalog, wanted: Wanted) -> Target:
-    of_files, kept = source.facts.file_metadata.values, wanted.carried
-    for name, layout in wanted.layouts.items():
-        if layout.mesh != wanted.mesh:
+def _lay_out(source: Catalog, output: Wanted) -> Target:
+    of_files, carried = source.facts.file_metadata.values, output.carried
+    for name, layout in output.layouts.items():
+        if layout.mesh != output.mesh:
             raise CheckpointError(
                 f"tensor {name!r} is on {layout.mesh}, others are on other meshes, and no "
                 "common mesh exists; write them in the format 'dcp'"
             )
     return sharded_target(
-        *(wanted.mesh, wanted.tensors, wanted.layouts, wanted.save),
-        *(of_files, kept.values, kept.paths),
+        *(output.mesh, output.tensors, output.layouts, output.save),
+        *(of_files, carried.values, carried.paths),
     )
 
 

@@ -65,8 +65,8 @@ class _RankFile(NamedTuple):
 
 def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     """Read the files of all ranks: of the model in a directory, or of the family of a file."""
-    whole = place.is_dir()
-    directory, chosen = (place, None) if whole else (place.parent, place.name)
+    is_directory = place.is_dir()
+    directory, chosen = (place, None) if is_directory else (place.parent, place.name)
     families: dict[str, list[_RankFile]] = {}
     family = None
     for name in directory.names():
@@ -84,9 +84,9 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
         )
     family = next(iter(families)) if family is None else family
     files = sorted(families.pop(family), key=lambda file: file.rank)
-    world, *others = sorted({file.world for file in files}, key=str)
-    if others:
-        sizes = sorted("an unknown number of" if n is None else str(n) for n in (world, *others))
+    world, *more = sorted({file.world for file in files}, key=str)
+    if more:
+        sizes = sorted("an unknown number of" if n is None else str(n) for n in (world, *more))
         raise CheckpointError(
             f"{directory}: {files[0].name} and others like it are of saves by "
             f"{' and '.join(sizes)} ranks; move all but one save away"
@@ -107,7 +107,7 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     meshes = {id(at.mesh): at.mesh for at in placed if at is not None}
     last = max(files[-1].rank, *(max(mesh.ids) for mesh in meshes.values()), 0)
     _check_ranks(directory, files, max(last + 1, world or 0))
-    extras = _others(states)
+    extras = _merged_extras(states)
     for beside in families.values():
         extras[f"({beside[0].name})"] = catalog.OpaqueValue(
             f"{counted(len(beside), 'file')} of another family; name one to read it", inside=False
@@ -165,13 +165,13 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
             read = torch_states.read_contents(archive, data, rank)
             tensors = read.tensors
             description = tensors, archive.directory
-            same = next((other for other in distinct if other == description), None)
+            same = next((known for known in distinct if known == description), None)
             if same is None:
                 for tensor in tensors.values():
                     check_record(tensor, archive)
                 distinct.append(same := description)
             archive.directory = same[1]
-            plain = {name: torch_states.plain_value(x, archive) for name, x in read.others.items()}
+            plain = {name: torch_states.plain_value(x, archive) for name, x in read.extras.items()}
             states.append(RankState(path, rank, same[0], plain, read.paths, archive))
     return states
 
@@ -183,18 +183,18 @@ def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
         return archive, archive.pickle(file)
 
 
-def _others(states: Sequence[RankState]) -> dict[str, object]:
+def _merged_extras(states: Sequence[RankState]) -> dict[str, object]:
     """Return the plain values by name: one value that all ranks share, or one per rank."""
-    others: dict[str, object] = {}
+    extras: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
         first, *rest = by_rank.values()
         # NaN is not equal to itself.
-        alike = all(value == first or repr(value) == repr(first) for value in rest)
-        if not alike or len(by_rank) < len(states):
+        all_equal = all(value == first or repr(value) == repr(first) for value in rest)
+        if not all_equal or len(by_rank) < len(states):
             first = {f"rank {rank}": value for rank, value in by_rank.items()}
-        others[name] = first
-    return others
+        extras[name] = first
+    return extras
 
 
 # --- tensors, on which all ranks must agree
@@ -289,7 +289,7 @@ class RankFilesCheckpoint(catalog.Catalog):
     """A `Catalog` over the files of all ranks; made by `_open`."""
 
     def __init__(
-        self, directory: StoragePath, states: Sequence[RankState], others: Mapping[str, object]
+        self, directory: StoragePath, states: Sequence[RankState], extras: Mapping[str, object]
     ) -> None:
         self._states = states
         by_contents: dict[int, list[RankState]] = {}
@@ -304,15 +304,15 @@ class RankFilesCheckpoint(catalog.Catalog):
         distinct = dict.fromkeys(self._layouts.values())
         # Plain tensors have no mesh.
         same = (layouts[0].mesh for layouts in distinct if len({at.mesh for at in layouts}) == 1)
-        whole = (mesh for mesh in same if mesh.size() == len(states) and mesh is not everywhere)
-        mesh = next(whole, None)
+        full = (mesh for mesh in same if mesh.size() == len(states) and mesh is not everywhere)
+        mesh = next(full, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
         self._header_files = HeaderFiles()
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
         facts = catalog.CheckpointFacts(paths=states[0].paths)
-        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others, facts)
+        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, extras, facts)
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
         """Return a tensor as the pickles describe it."""

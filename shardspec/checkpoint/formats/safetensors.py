@@ -96,27 +96,27 @@ def read_header(file: SourceFile) -> Header:
         )
     if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
-    stated = checked(parse_json(file.read(8, length), path, "header"), dict, path, "the header")
-    metadata = stated.pop(_METADATA, None)
+    content = checked(parse_json(file.read(8, length), path, "header"), dict, path, "the header")
+    metadata = content.pop(_METADATA, None)
     metadata = {} if metadata is None else checked(metadata, dict, path, _METADATA)
     for key, text in metadata.items():
         checked(text, str, path, f"{_METADATA}[{shown(key)}]")
     entries = []
-    for name in list(stated):
-        value, what = stated.pop(name), f"tensor {shown(name, 200)}"
-        code, shape, span = fields(value, _FIELDS, path, what)
+    for name in list(content):
+        value, label = content.pop(name), f"tensor {shown(name, 200)}"
+        code, shape, span = fields(value, _FIELDS, path, label)
         if len(value) > len(_FIELDS):
             raise CheckpointError(
-                f"{path}: {what} should have {', '.join(_FIELDS)} but has {shown(list(value))}"
+                f"{path}: {label} should have {', '.join(_FIELDS)} but has {shown(list(value))}"
             )
         try:
             dtype, shape, num_bytes = _in_elements(code, shape)
         except DTypeError as error:
-            raise CheckpointError(f"{path}: {what}: {error}") from None
+            raise CheckpointError(f"{path}: {label}: {error}") from None
         if len(span) != 2 or span[1] - span[0] != num_bytes:
             raise CheckpointError(
-                f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {num_bytes} bytes, "
-                f"which its data_offsets {shown(list(span))} do not span"
+                f"{path}: {label} of shape {list(shape)} and dtype {dtype} takes {num_bytes} "
+                f"bytes, which its data_offsets {shown(list(span))} do not span"
             )
         entries.append(HeaderEntry(name, dtype, shape, 8 + length + span[0], num_bytes))
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
@@ -209,9 +209,9 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files with whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
-    stated: dict[str, tuple[str, StoragePath]] = {}
+    metadata: dict[str, tuple[str, StoragePath]] = {}
     contradictions: dict[str, tuple[StoragePath, StoragePath]] = {}
-    with prefetch_map(model.files, _whole_header, place.files_ahead()) as headers:
+    with prefetch_map(model.files, _unsharded_header, place.files_ahead()) as headers:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
@@ -221,9 +221,9 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                     else f"{place}: has no sharding_info.json, which is written last; the save did "
                     "not finish; save again"
                 )
-            wanted = model.wanted(path, {entry.name for entry in header.entries})
+            chosen = model.names_to_read(path, {entry.name for entry in header.entries})
             for name, dtype, shape, offset, _ in header.entries:
-                if name not in wanted:
+                if name not in chosen:
                     continue  # the index sends it to another file
                 if name in home:
                     raise CheckpointError(
@@ -234,18 +234,18 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                 home[name] = path
                 tensors[name] = unsharded_tensor(name, shape, dtype, path, offset)
             for key, text in header.metadata.items():
-                first, other = stated.setdefault(key, (text, path))
+                first, first_path = metadata.setdefault(key, (text, path))
                 if first != text and key not in _OWN_KEYS:
-                    contradictions.setdefault(key, (other, path))
-    left_out = contradictions.keys() | _OWN_KEYS
-    agreed = {key: text for key, (text, _) in stated.items() if key not in left_out}
+                    contradictions.setdefault(key, (first_path, path))
+    skipped = contradictions.keys() | _OWN_KEYS
+    agreed = {key: text for key, (text, _) in metadata.items() if key not in skipped}
     facts = CheckpointFacts(
         notes=model.notes, below=model.below, file_metadata=FileMetadata(agreed, contradictions)
     )
     return Catalog(FORMAT.called, place, tensors, model.paths, facts=facts)
 
 
-def _whole_header(path: StoragePath) -> Header:
+def _unsharded_header(path: StoragePath) -> Header:
     """Return the header of a file; raises CheckpointError if it has parts of tensors."""
     header, offsets = read_offsets(path)
     for name, first in (offsets or {}).items():
@@ -282,11 +282,11 @@ def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] 
         )
     offsets: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
-        what = f"{_INFO}[{entry.name!r}]"
-        (saved,) = fields(notes[entry.name], {"saved_offsets": tuple}, path, what)
+        label = f"{_INFO}[{entry.name!r}]"
+        (saved,) = fields(notes[entry.name], {"saved_offsets": tuple}, path, label)
         if len(saved) != len(entry.shape):
             raise CheckpointError(
-                f"{path}: {what}.saved_offsets is {list(saved)}, but the tensor has shape "
+                f"{path}: {label}.saved_offsets is {list(saved)}, but the tensor has shape "
                 f"{list(entry.shape)}; the file was changed, restore it"
             )
         offsets[entry.name] = saved
@@ -307,12 +307,12 @@ def output_file(
     return OutputFile(name, header.file_bytes, (RawBytes(0, head),), extents)
 
 
-def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
+def agreed_metadata(source: Catalog, output: Wanted) -> dict[str, str]:
     """Return the metadata of the source's files to copy into the output.
 
     Raises CheckpointError if two files have different metadata under one key.
     """
-    if not wanted.metadata:
+    if not output.metadata:
         return {}
     for key, (first, other) in source.facts.file_metadata.contradictions.items():
         raise CheckpointError(
@@ -328,10 +328,10 @@ def _open(path: StoragePath, _: OpenOptions) -> Catalog:
     return open_files(path, ModelFiles({path: frozenset()}))
 
 
-def _lay_out(source: Catalog, wanted: Wanted) -> Target:
-    metadata = agreed_metadata(source, wanted)
-    file = output_file(wanted.name, wanted.tensors, {**METADATA, **metadata})
-    return Target((file,), False, wanted.tensors, carried=frozenset(metadata))
+def _lay_out(source: Catalog, output: Wanted) -> Target:
+    metadata = agreed_metadata(source, output)
+    file = output_file(output.name, output.tensors, {**METADATA, **metadata})
+    return Target((file,), False, output.tensors, carried=frozenset(metadata))
 
 
 def _reads_file(start: FileStart) -> bool:

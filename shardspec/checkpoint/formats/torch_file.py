@@ -86,22 +86,22 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
 def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files with whole tensors."""
     tensors: dict[str, StoredTensor] = {}
-    others: dict[str, object] = {}
+    extras: dict[str, object] = {}
     keys: dict[str, KeyPath] = {}
     for path, state in zip(model.files, read_torch_states([*model.files]), strict=True):
-        wanted = model.wanted(path, state.tensors.keys())
+        chosen = model.names_to_read(path, state.tensors.keys())
         kind = _part_by_content(state)
         if kind is not None:
             raise CheckpointError(f"{path}: is {part_text(kind)}")
         for name, tensor in state.tensors.items():
-            if name not in wanted:
+            if name not in chosen:
                 continue  # the index sends it to another file
-            shape, whole = tensor.local.shape, tensor.local.global_shape
-            if shape != whole:
+            shape, global_shape = tensor.local.shape, tensor.local.global_shape
+            if shape != global_shape:
                 raise CheckpointError(
                     f"{path}: has a part of shape {list(shape)} of tensor {name!r} of shape "
-                    f"{list(whole)}; name the directory with the files of all ranks, such as "
-                    "model_world_size_4_rank_0.pt"
+                    f"{list(global_shape)}; name the directory with the files of all ranks, such "
+                    "as model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(
@@ -109,12 +109,12 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
                     "too; move the one that is of another save away"
                 )
             tensors[name] = whole_tensor(name, path, tensor)
-        others.update(
+        extras.update(
             (name, plain_value(value, state.archive)) for name, value in state.extras.items()
         )
         keys.update(state.paths)
     facts = CheckpointFacts(notes=model.notes, below=model.below, paths=keys)
-    return Catalog(FORMAT.called, place, tensors, model.paths, None, others, facts)
+    return Catalog(FORMAT.called, place, tensors, model.paths, None, extras, facts)
 
 
 def _part_by_content(state: TorchState) -> str | None:
@@ -140,10 +140,10 @@ def _part_by_content(state: TorchState) -> str | None:
 def torch_target(
     name: str,
     tensors: Sequence[OutputTensor],
-    others: Mapping[str, object],
+    values: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return an output of one file for torch.load; `others` are plain values.
+    """Return an output of one file for torch.load; `values` are plain values.
 
     `same` maps the name of a tensor to that of an earlier one whose storage it shares.
     """
@@ -158,26 +158,26 @@ def torch_target(
         tensor.name: tensor_value(tensor.shape, tensor.dtype, keys[tensor.name])
         for tensor in tensors
     }
-    file = state_file(name, {**state, **others}, stored)
+    file = state_file(name, {**state, **values}, stored)
     return Target((file,), False, tensors, digested=True)
 
 
-def _tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
+def _tied(source: Catalog, tensors: Sequence[OutputTensor]) -> dict[str, str]:
     """Return the tied tensors: name to the first name with the same bytes in the files.
 
     Equal values at different positions do not count.
     """
     by_place: dict[object, list[OutputTensor]] = {}
-    for tensor in wanted:
+    for tensor in tensors:
         outline = source.outline(tensor.source)
         if outline.boxes:
             key = outline.shape, outline.dtype, tensor.dtype, source.origin(tensor.source)
             by_place.setdefault(key, []).append(tensor)
     same = {}
-    for alike in by_place.values():
+    for group in by_place.values():
         first: dict[object, str] = {}
         # Tensors that start at one place may have other strides.
-        for tensor in alike if len(alike) > 1 else ():
+        for tensor in group if len(group) > 1 else ():
             boxes = source.tensor(tensor.source).boxes
             places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
             name = first.setdefault(places, tensor.name)
@@ -186,9 +186,9 @@ def _tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
     return same
 
 
-def _lay_out(source: Catalog, wanted: Wanted) -> Target:
-    same = _tied(source, wanted.tensors)
-    target = torch_target(wanted.name, wanted.tensors, wanted.carried.values, same)
+def _lay_out(source: Catalog, output: Wanted) -> Target:
+    same = _tied(source, output.tensors)
+    target = torch_target(output.name, output.tensors, output.carried.values, same)
     return target._replace(same=same)
 
 

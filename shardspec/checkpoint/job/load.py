@@ -26,7 +26,7 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
 from shardspec.checkpoint.state import rank_state
-from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
+from shardspec.checkpoint.state.state_dict import OMITTED, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.consensus import agree
@@ -151,7 +151,7 @@ def load_sharded(
             chosen = communicator or communicator_of(target)
             plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
         values = {**agree(chosen, lambda: read_shards(plan, chosen, progress)), **plan.values}
-        return unflatten(plan.paths, lambda name: values.get(name, LEFT_OUT))
+        return unflatten(plan.paths, lambda name: values.get(name, OMITTED))
 
 
 def _opened(

@@ -23,8 +23,8 @@ def quantized_in(source: Catalog) -> Quantized:
         source = source.base
     outlines = map(source.outline, source.names)
     section = source.facts.quantization
-    stated = sections(source.home) if section is None else [section] if section else ()
-    return find_quantized({each.name: (each.shape, each.dtype) for each in outlines}, stated)
+    configs = sections(source.home) if section is None else [section] if section else ()
+    return find_quantized({each.name: (each.shape, each.dtype) for each in outlines}, configs)
 
 
 def origins(source: Catalog, names: Iterable[str]) -> set[str]:
@@ -89,8 +89,8 @@ def check_blocks(
 def _origin(source: Catalog, name: str) -> str:
     """Return the stored name of a tensor; empty if a map computes it."""
     while isinstance(source, MappedCatalog):
-        (equation, *others) = source.equations(name)
-        if others or equation.view.source != equation.view.target:
+        (equation, *more) = source.equations(name)
+        if more or equation.view.source != equation.view.target:
             return ""
         source, name = source.base, equation.source
     return name
@@ -100,16 +100,16 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
     for dim, (size, side) in enumerate(zip(layout.global_shape, blocks.sides, strict=True)):
         for lo, hi in _cuts(layout, dim) if side > 1 else ():
             if lo % side or (hi % side and hi != size):
-                what, remedy = "codes that are not cut along this dim", "replicate it"
+                place, remedy = "codes that are not cut along this dim", "replicate it"
                 if side < size:
-                    what = f"a block of {side} elements that share a scale"
+                    place = f"a block of {side} elements that share a scale"
                     remedy = f"cut at multiples of {side}, as {_in_blocks(layout, dim, side)}"
                 raise LayoutError(
                     f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
-                    f"{what}; cut another dim, or {remedy}"
+                    f"{place}; cut another dim, or {remedy}"
                 )
     scales = layouts.get(blocks.scales)
-    if scales is not None and not _cut_alike(layout, scales, blocks.sides):
+    if scales is not None and not _same_cuts(layout, scales, blocks.sides):
         raise LayoutError(
             f"tensor {name!r}: spec {layout.spec} cuts it unlike {scales.spec} of its scales "
             f"{blocks.scales!r}; cut both in the same way, or replicate the scales"
@@ -133,7 +133,7 @@ def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(1024)
-def _cut_alike(layout: Layout, scales: Layout, sides: Shape) -> bool:
+def _same_cuts(layout: Layout, scales: Layout, sides: Shape) -> bool:
     """Return True if every scale is on the devices of its codes, or on all devices."""
     dims = len(sides) if len(scales.global_shape) == len(sides) else 0
     for dim in range(dims):
@@ -141,13 +141,13 @@ def _cut_alike(layout: Layout, scales: Layout, sides: Shape) -> bool:
             side = sides[dim]
             for device in layout.mesh.ids:
                 own = [(lo // side, -(-hi // side)) for lo, hi in layout.intervals(device)[dim]]
-                held = scales.intervals(device)[dim] if device in scales.mesh else ()
-                if _filled(own) != _filled(held):
+                of_scales = scales.intervals(device)[dim] if device in scales.mesh else ()
+                if _non_empty(own) != _non_empty(of_scales):
                     return False
     return True
 
 
-def _filled(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _non_empty(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(lo, hi) for lo, hi in intervals if lo < hi]
 
 
@@ -177,7 +177,7 @@ def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout 
         pairs = zip(layout.intervals(device), grid.intervals(device), every, strict=True)
         for own, scales, side in pairs:
             # A cut inside of a block gives a fraction, which equals no interval of the grid.
-            if [(lo / side, -(-hi // side)) for lo, hi in _filled(own)] != _filled(scales):
+            if [(lo / side, -(-hi // side)) for lo, hi in _non_empty(own)] != _non_empty(scales):
                 return None
     return grid
 
@@ -219,5 +219,5 @@ def _check_casts(
         after = move.target.dtype
         if dtype is not None or move.source.dtype != after:
             names = {move.source_name} if source is None else origins(source, [move.source_name])
-            wanted = after if dtype is None else dtype_name(dtype)
-            _refuse_cast(names, why, wanted, "give these their own dtypes")
+            target = after if dtype is None else dtype_name(dtype)
+            _refuse_cast(names, why, target, "give these their own dtypes")

@@ -39,7 +39,7 @@ from shardspec.text import Argument
 _INTO: Final = ("bfloat16", "float16", "float32", "float64")
 _CHUNK_BYTES: Final = 2 << 20
 """Bytes of codes per read."""
-_KEPT_BYTES: Final = 24 << 20
+_CACHE_BYTES: Final = 24 << 20
 """Bytes of cached codes: those of one expert, which is transposed strip by strip."""
 _OF_LAYER: Final = re.compile(r"(.+)\.(input|output|activation)_scale(_ub)?")
 """Names of scales for the inputs and outputs of a layer with quantized weights."""
@@ -112,7 +112,7 @@ def from_scaled(
     out: RawNumbers,
     dtypes: tuple[str, str],
 ) -> None:
-    """Fill `out` with the dequantized part of a matrix, from a row and a column on.
+    """Fill `out` with the dequantized part of a matrix that begins at a row and a column.
 
     Parameters
     ----------
@@ -171,31 +171,31 @@ class _Numbers(ComputedMatrices):
         self._mx = powers and plain and weight.block == (1, MX)
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
-        done, size = 0, self._chunk
-        while done < len(out):
-            chunk, first = divmod(row + done, size)
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
+        filled, size = 0, self._chunk
+        while filled < len(out):
+            chunk, first = divmod(row + filled, size)
             lo, hi = chunk * size, min((chunk + 1) * size, self._weight.rows)
-            codes = self._kept((matrix, lo), partial(self._codes.rows, matrix, lo, hi))
-            part = out[done : done + hi - lo - first]
+            codes = self._cached((matrix, lo), partial(self._codes.rows, matrix, lo, hi))
+            part = out[filled : filled + hi - lo - first]
             some = codes[first : first + len(part)]
             if self._mx:
-                scales = self._kept((matrix, lo, "s"), partial(self._scales.rows, matrix, lo, hi))
+                scales = self._cached((matrix, lo, "s"), partial(self._scales.rows, matrix, lo, hi))
                 self._from_mx(some, scales[first : first + len(part)], column, part)
             else:
-                scales = self._kept((matrix, "s"), partial(self._grid, matrix))
+                scales = self._cached((matrix, "s"), partial(self._grid, matrix))
                 some = some[:, column : column + out.shape[1]]
                 from_scaled(
-                    some, scales, (row + done, column), self._weight.block, part, self._dtypes
+                    some, scales, (row + filled, column), self._weight.block, part, self._dtypes
                 )
-            done += len(part)
+            filled += len(part)
 
-    def _kept(self, key: object, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        kept = self._recent.get((self._name, key))
-        if kept is None:
-            kept = read()
-            self._recent.keep((self._name, key), kept)
-        return kept
+    def _cached(self, key: object, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        cached = self._recent.get((self._name, key))
+        if cached is None:
+            cached = read()
+            self._recent.keep((self._name, key), cached)
+        return cached
 
     def _from_mx(
         self, codes: NDArray[Any], scales: NDArray[Any], column: int, out: NDArray[Any]
@@ -204,10 +204,10 @@ class _Numbers(ComputedMatrices):
         lo, hi = column // MX, -(-(column + out.shape[1]) // MX)
         wide = MX // 2 if four else MX
         codes, scales = codes[:, lo * wide : hi * wide], scales[:, lo:hi]
-        whole = out.shape[1] == (hi - lo) * MX
-        made = out if whole else np.empty((len(out), (hi - lo) * MX), out.dtype)
+        aligned = out.shape[1] == (hi - lo) * MX
+        made = out if aligned else np.empty((len(out), (hi - lo) * MX), out.dtype)
         from_mx(codes, scales, made, self._dtypes[1], four=four)
-        if not whole:
+        if not aligned:
             out[:] = made[:, column - lo * MX :][:, : out.shape[1]]
 
     def _grid(self, matrix: int) -> NDArray[np.float32]:
@@ -227,10 +227,10 @@ class DequantizedCatalog(ComputedCatalog):
     """A checkpoint whose quantized weights are dequantized."""
 
     def __init__(
-        self, base: Catalog, weights: Mapping[str, Coded], gone: Collection[str], dtype: str
+        self, base: Catalog, weights: Mapping[str, Coded], replaced: Collection[str], dtype: str
     ) -> None:
-        super().__init__(base, gone, weights.keys())
-        self._weights, self._dtype, self._recent = weights, dtype, Recent(_KEPT_BYTES)
+        super().__init__(base, replaced, weights.keys())
+        self._weights, self._dtype, self._recent = weights, dtype, Recent(_CACHE_BYTES)
 
     def _look_up(self, name: str) -> StoredTensor:
         weight = self._weights[name]
@@ -240,8 +240,8 @@ class DequantizedCatalog(ComputedCatalog):
             check_tiling(tensor)
         shape, spec, strides = weight.shape, codes.spec, None
         if weight.scheme.transposed:
-            lies = *weight.lead, weight.rows, weight.columns
-            *lead, row, column = row_major_strides(lies, item_bytes(self._dtype))
+            stored_shape = *weight.lead, weight.rows, weight.columns
+            *lead, row, column = row_major_strides(stored_shape, item_bytes(self._dtype))
             strides, spec = (*lead, column, row), None
         made = _Numbers(name, weight, (codes, scales), self._dtype, self._recent, self._spare)
         return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
@@ -269,8 +269,8 @@ def dequantized(
         return source
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
-    stated = list(sections(source.home)) or list(sections_of(config))
-    schemes = schemes_in(stated)
+    configs = list(sections(source.home)) or list(sections_of(config))
+    schemes = schemes_in(configs)
     weights: dict[str, Coded] = {}
     for name in quantized.why:
         result = coded(name, tensors, schemes)
@@ -289,16 +289,18 @@ def dequantized(
     if not weights:
         return source
     layers = {name.rpartition(".")[0] for name in weights}
-    gone = {name for weight in weights.values() for name in (weight.codes, weight.scales)}
-    kept: set[str] = set()
-    for name in quantized.why.keys() - gone:
+    replaced = {name for weight in weights.values() for name in (weight.codes, weight.scales)}
+    unchanged: set[str] = set()
+    for name in quantized.why.keys() - replaced:
         match = _OF_LAYER.fullmatch(name)
         zeros = name.removesuffix("_zero_point") in weights  # symmetric schemes store zeros alone
         if zeros or (match is not None and match[1] in layers):
-            gone.add(name)
+            replaced.add(name)
         elif of_computed(name):
             # Scales of caches have no reader without codes; others might be parameters.
-            (gone if prod(tensors[name][0]) == 1 else kept).add(name)
-    made = DequantizedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    keeps = made.facts.keeps_dtype | kept
+            (replaced if prod(tensors[name][0]) == 1 else unchanged).add(name)
+    made = DequantizedCatalog(
+        source, weights, replaced, "float32" if target == "float64" else target
+    )
+    keeps = made.facts.keeps_dtype | unchanged
     return made.with_facts(replace(made.facts, keeps_dtype=keeps, quantization={}))

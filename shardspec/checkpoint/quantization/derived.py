@@ -63,7 +63,7 @@ class Recent:
 
 
 class Source:
-    """A tensor of a checkpoint as matrices over its last two dims, or as rows of one matrix."""
+    """Reads ranges of rows of a tensor: it is a stack of matrices over the last dims."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -137,7 +137,7 @@ class ComputedMatrices(ABC):
 
     @abstractmethod
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
@@ -175,19 +175,19 @@ class ComputedMatrices(ABC):
         made = np.empty((high, length), self._type)
         self._make_rows(row, column, made)
         counts, steps_there, steps_in = zip(*entries, strict=True)
-        lies = [by // wide * length * width + by % wide for by in steps_there]
+        made_strides = [by // wide * length * width + by % wide for by in steps_there]
         first = start - row * wide - column * width
         block = np.ndarray(counts, self._type, room, at, steps_in)
-        np.copyto(block, np.ndarray(counts, self._type, made.data, first, lies))
+        np.copyto(block, np.ndarray(counts, self._type, made.data, first, made_strides))
 
     def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with rows of consecutive matrices."""
-        done = 0
-        while done < len(out):
-            matrix, first = divmod(row + done, self.rows)
-            count = min(len(out) - done, self.rows - first)
-            self.make(matrix, first, column, out[done : done + count])
-            done += count
+        filled = 0
+        while filled < len(out):
+            matrix, first = divmod(row + filled, self.rows)
+            count = min(len(out) - filled, self.rows - first)
+            self.make(matrix, first, column, out[filled : filled + count])
+            filled += count
 
 
 class Recast(ComputedMatrices):
@@ -235,7 +235,7 @@ class Recast(ComputedMatrices):
         """Change numbers in place, from a row and a column on; subclasses override it."""
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
         with np.errstate(all="ignore"):
             for rows, values in self.parts(matrix, row, column, out.shape):
                 self.change(values, matrix, row + rows.start, column)
@@ -246,8 +246,8 @@ class Recast(ComputedMatrices):
 class ComputedCatalog(DerivedCatalog):
     """A checkpoint in which some tensors are computed from others."""
 
-    def __init__(self, base: Catalog, gone: Collection[str], made: Collection[str]) -> None:
-        names = {*base.names} - {*gone} | {*made}
+    def __init__(self, base: Catalog, replaced: Collection[str], made: Collection[str]) -> None:
+        names = {*base.names} - {*replaced} | {*made}
         super().__init__(base, names, base.extras, base.mesh)
         self._made = frozenset(made)
         self._spare: list[Buffers] = []

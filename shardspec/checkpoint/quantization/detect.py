@@ -91,8 +91,8 @@ def find_quantized(
             if inside or of_computed(name):
                 why.setdefault(name, "the config says that weights are quantized")
     schemes = schemes_in(sections) if sections else USUAL
-    found = {name: coded(name, tensors, schemes) for name in why}
-    known = {name: each[1] for name, each in found.items() if isinstance(each, tuple)}
+    results = {name: coded(name, tensors, schemes) for name in why}
+    known = {name: each[1] for name, each in results.items() if isinstance(each, tuple)}
     scales = {weight.scales for weight in known.values()}
     blocks = {name: _blocks(weight, tensors[name][0]) for name, weight in known.items()}
     for name in why.keys() - known.keys() - scales:

@@ -113,7 +113,7 @@ def plan_quantized(
 
     Raises LayoutError if neither the source nor the target cuts a weight at block boundaries.
     """
-    target, stated = _apart(target, flat_state(source))
+    target, scale_layouts = _without_scales(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
     why = find_quantized(tensors).why
@@ -132,21 +132,21 @@ def plan_quantized(
             continue
         # Codes are computed from the numbers of the source, in any dtype of the target.
         after = _with_dtype(after, "float32" if len(dtypes) > 1 else dtypes.pop())
-        move, *others = group = [replace(move, target=after) for move in group]
+        move, *more = group = [replace(move, target=after) for move in group]
         grid, scales = _grid(after), name + _SCALES
-        before = _grid(move.source) if not others and move.view is None else None
+        before = _grid(move.source) if not more and move.view is None else None
         if before is not None:
             senders.append((move.source_name, move.source, before))
             codes = [_with_dtype(layout, "float8_e4m3fn") for layout in (move.source, after)]
             moves.append(replace(move, source=codes[0], target=codes[1]))
-            grid = stated.pop(scales, grid) or _everywhere(after, before)
+            grid = scale_layouts.pop(scales, grid) or _everywhere(after, before)
             moves.append(TensorMove(move.source_name + _SCALES, scales, before, grid))
             check_move(moves[-1])
         elif grid is not None:
-            if (other := stated.pop(scales, grid)) != grid:
+            if (requested := scale_layouts.pop(scales, grid)) != grid:
                 raise LayoutError(
                     f"tensor {scales!r} is computed from {name!r}, with layout {grid}, but the "
-                    f"target has {other}; remove it from the target, or give both one layout"
+                    f"target has {requested}; remove it from the target, or give both one layout"
                 )
             receivers.append(name)
             moves += group
@@ -156,8 +156,8 @@ def plan_quantized(
                 f"the target cuts {list(after.global_shape)} at multiples of {_SIDE} (one scale); "
                 "cut one of them there, or leave out dtype="
             )
-    if stated:
-        raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
+    if scale_layouts:
+        raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(scale_layouts))])}")
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     by = Quantizer(tuple(senders))
     return replace(plan, moves=tuple(moves), quantized=tuple(receivers), executor=by)
@@ -178,7 +178,7 @@ def plan_quantized_load(
 
     stored = as_catalog(checkpoint)
     source = with_codes(stored, names, Choice(drop=drop))
-    target, stated = _apart(target, ())
+    target, scale_layouts = _without_scales(target, ())
     _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
     layouts, _ = stored_layouts(source, min(files, default=0))
     after = {move.target_name: move.target for move in plan.moves}
@@ -186,14 +186,14 @@ def plan_quantized_load(
         name = scales.removesuffix(_SCALES)
         after[name] = _with_dtype(after[name], layouts[name].dtype)
         after[scales] = _grid(after[name]) or _everywhere(after[name], layouts[scales])
-    plan = plan_state(layouts, {**after, **stated}, None, None, max_bytes)
+    plan = plan_state(layouts, {**after, **scale_layouts}, None, None, max_bytes)
     dropped = tuple(sorted({*stored.names} - origins(source.base, source.base.names)))
     names = dict(names) if isinstance(names, Mapping) else names
     reader = CheckpointReader(checkpoint, names, None, quantizes=True)
     return replace(plan, dropped=dropped, executor=reader)
 
 
-def _apart(
+def _without_scales(
     target: ReshardTarget, source: Collection[str]
 ) -> tuple[ReshardTarget, dict[str, Layout]]:
     """Return a target without the scales that the source lacks, and the layouts of these scales."""

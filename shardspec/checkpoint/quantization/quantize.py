@@ -194,12 +194,12 @@ class _Quantizer:
         tensor: StoredTensor,
         how: Quantize,
         dtype: str | None,
-        kept: tuple[Recent, Recent],
+        caches: tuple[Recent, Recent],
         spare: list[Buffers],
     ) -> None:
         self.weight, self.how, self.four = weight, how, how.kind == "mxfp4"
         self.block = (128, 128) if how.kind == "fp8-128x128" else (1, MX)
-        self._source, self._dtype, self._kept = Source(tensor, spare), dtype, kept
+        self._source, self._dtype, self._caches = Source(tensor, spare), dtype, caches
         high, wide = self.block
         self.width = max(wide, min(-(-weight.columns // wide) * wide, _TILE // high))
         self.height = max(1, _TILE // (high * self.width)) * high
@@ -208,12 +208,12 @@ class _Quantizer:
     def tile(self, matrix: int, row: int, column: int, *, scales: bool) -> NDArray[Any]:
         """Return the codes of the tile that begins at a row and a column, or its scales."""
         key = self.weight.source, matrix, row, column
-        kept = self._kept[scales].get(key)
-        if kept is not None:
-            return kept
+        cached = self._caches[scales].get(key)
+        if cached is not None:
+            return cached
         both = self._quantized(matrix, row, column)
         # Codes and scales are read one after the other, but made together.
-        for recent, made in zip(self._kept, both, strict=True):
+        for recent, made in zip(self._caches, both, strict=True):
             recent.keep(key, made)
         return both[scales]
 
@@ -227,11 +227,11 @@ class _Quantizer:
         else:
             raw = self._source.rows(matrix, *rows, (columns,))
         dtype = self._source.tensor.dtype
-        for other in (self._dtype or dtype, "float32"):
-            if is_cast(dtype, other) and (dtype, other) != ("bfloat16", "float32"):
-                data, _ = cast(raw.reshape(-1).view(np.uint8).data, dtype, other)
-                raw = np.frombuffer(data, f"u{item_bytes(other)}").reshape(raw.shape)
-                dtype = other
+        for target in (self._dtype or dtype, "float32"):
+            if is_cast(dtype, target) and (dtype, target) != ("bfloat16", "float32"):
+                data, _ = cast(raw.reshape(-1).view(np.uint8).data, dtype, target)
+                raw = np.frombuffer(data, f"u{item_bytes(target)}").reshape(raw.shape)
+                dtype = target
         where = f"tensor {weight.source!r}"
         if self.block == (1, MX):
             return to_mx(raw, dtype, where, four=self.four)
@@ -252,7 +252,7 @@ class _CodesOrScales(ComputedMatrices):
         self._quantizer, self._scales = quantizer, scales
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
+        """Fill `out` with the part of a matrix that begins at a row and a column."""
         tiles, (high, wide) = self._quantizer, self.each
         down, across = tiles.height // high, tiles.width // wide
         for top in range(row // down * down, row + out.shape[0], down):
@@ -268,7 +268,7 @@ class QuantizedCatalog(ComputedCatalog):
     """A checkpoint in which weights are codes and scales."""
 
     def __init__(
-        self, base: Catalog, weights: Collection[_Weight], gone: Collection[str],
+        self, base: Catalog, weights: Collection[_Weight], replaced: Collection[str],
         how: Quantize, dtype: str | None,
     ) -> None:  # fmt: skip
         self._how, self._dtype = how, None if dtype is None else dtype_name(dtype)
@@ -276,11 +276,11 @@ class QuantizedCatalog(ComputedCatalog):
         for weight in weights:
             codes, scales = "", "_scale_inv"
             if how.kind == "mxfp4":
-                ends = ("_blocks", "_scales") if weight.transposed else ("_packed", "_scale")
-                codes, scales = ends
+                suffixes = ("_blocks", "_scales") if weight.transposed else ("_packed", "_scale")
+                codes, scales = suffixes
             for end, is_codes in ((codes, True), (scales, False)):
                 self._weights[weight.source + end] = weight, is_codes
-        super().__init__(base, gone, self._weights.keys())
+        super().__init__(base, replaced, self._weights.keys())
         self._recent = Recent(_CODE_BYTES), Recent(_SCALE_BYTES)
         keeps = self.facts.keeps_dtype | self._weights.keys()
         self.facts = replace(self.facts, keeps_dtype=keeps)
@@ -335,31 +335,31 @@ def quantized_as(
     """
     if how is None:
         return source
-    wanted = wanted_names(source, choice)
+    selected = wanted_names(source, choice)
     remedy = "dequantize it on the way with ", Argument("dtype", value="bf16"), ", or leave out "
     refuse_quantized(
-        quantized_in(source).why, origins(source, wanted), *remedy, Argument("quantize")
+        quantized_in(source).why, origins(source, selected), *remedy, Argument("quantize")
     )
-    weights, others = _weights(source, wanted, how, config)
+    weights, unquantized = _weights(source, selected, how, config)
     if not weights:
         raise CheckpointError(
             f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
             "to quantize with ",
             Argument("quantize_include"),
         )
-    gone = {*source.names} - {*wanted} | {weight.source for weight in weights}
-    made = QuantizedCatalog(source, weights, gone, how, choice.dtype)
+    replaced = {*source.names} - {*selected} | {weight.source for weight in weights}
+    made = QuantizedCatalog(source, weights, replaced, how, choice.dtype)
     key = "modules_to_not_convert"
     section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
-    listed = SkippedModules(others)
+    listed = SkippedModules(unquantized)
     if clash := next((each.source for each in weights if each.source in listed), None):
         raise CheckpointError(
             f"{source.directory}: transformers cannot tell {clash!r} from a module that is not "
             "quantized, as one name begins or ends with the other; rename one"
         )
-    section = {**section, key: sorted({*others})}
+    section = {**section, key: sorted({*unquantized})}
     return made.with_facts(replace(made.facts, quantization=section))
 
 
@@ -369,8 +369,8 @@ def _weights(
     """Return the weights to quantize, and the modules of other matrices."""
     linear = LinearLayers(config or {})
     gpt_oss = linear.model_type == "gpt_oss"
-    stated = [*sections(source.home), *sections_of(config)]
-    lists = [section.get(key) for section in stated for key in _SKIPPED]
+    configs = [*sections(source.home), *sections_of(config)]
+    lists = [section.get(key) for section in configs for key in _SKIPPED]
     skipped = SkippedModules(
         module
         for modules in lists
@@ -378,7 +378,7 @@ def _weights(
         for module in modules
         if isinstance(module, str)
     )
-    weights, others = [], []
+    weights, unquantized = [], []
     for name in names:
         outline = source.outline(name)
         shape = outline.shape
@@ -393,7 +393,7 @@ def _weights(
             patterns = [how.include] if isinstance(how.include, str) else how.include
             chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
         if not chosen:
-            others.append(module_of(name))
+            unquantized.append(module_of(name))
             continue
         transposed = gpt_oss and how.kind == "mxfp4" and len(shape) == 3
         rows, columns = reversed(shape[-2:]) if transposed else shape[-2:]
@@ -407,7 +407,7 @@ def _weights(
             )
         weights.append(_Weight(name, shape[:-2], rows, columns, transposed))
     if not (how.in_files and how.kind == "fp8-128x128"):
-        return weights, others
+        return weights, unquantized
     uneven = [weight for weight in weights if weight.rows % 128 or weight.columns % 128]
     if uneven and (how.include is not None or len(uneven) == len(weights)):
         raise CheckpointError(
@@ -416,9 +416,9 @@ def _weights(
             *(Argument("quantize_include"), ", or give ", Argument("quantize", value="mxfp8")),
         )
     # Engines fuse these matrices, and read all of them in FP8 or none.
-    left = {_FUSED.sub("", weight.source) for weight in uneven}
-    kept = [weight for weight in weights if _FUSED.sub("", weight.source) not in left]
-    return kept, others + [module_of(each.source) for each in weights if each not in kept]
+    uneven_names = {_FUSED.sub("", weight.source) for weight in uneven}
+    even = [weight for weight in weights if _FUSED.sub("", weight.source) not in uneven_names]
+    return even, unquantized + [module_of(each.source) for each in weights if each not in even]
 
 
 def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:

@@ -194,8 +194,8 @@ def _of_group(weights: Mapping[str, object], format: str) -> Iterator[Scheme]:
         yield Scheme("_packed", "_scale", block, _POWERS, four=True)
 
 
-def _block(stated: object) -> tuple[int, int] | None:
-    sides = stated if isinstance(stated, list | tuple) else ()
+def _block(value: object) -> tuple[int, int] | None:
+    sides = value if isinstance(value, list | tuple) else ()
     if len(sides) == 2 and all(type(side) is int and side > 0 for side in sides):
         return sides[0], sides[1]
     return None

@@ -53,20 +53,20 @@ class Memory:
         np.copyto(np.ndarray(shape, part.dtype, room, at, inside), part)
 
 
-def catalog_of(what: rank_state.Described, communicator: Communicator) -> Catalog:
+def catalog_of(described: rank_state.Described, communicator: Communicator) -> Catalog:
     """Return a state dict as a checkpoint with the boxes that this process contributes."""
-    boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
-    entries = assign_boxes(communicator.mesh, what.layouts)
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in described.layouts}
+    entries = assign_boxes(communicator.mesh, described.layouts)
     for rank in communicator.addressable:
         for name, box, *_ in entries[rank]:
-            layout = what.layouts[name]
-            shard = rank_state.box_of_shard(what.shards[name][rank], layout, rank, box)
+            layout = described.layouts[name]
+            shard = rank_state.box_of_shard(described.shards[name][rank], layout, rank, box)
             strides = tuple(step * item_bytes(layout.dtype) for step in shard.stride())
             stored = StoredBox(box, (), rank, ZEROS, 0, strides=strides, computed=Memory(shard))
             boxes[name].append(stored)
     tensors = {
         name: StoredTensor(name, layout.global_shape, layout.dtype, None, (), tuple(boxes[name]))
-        for name, layout in what.layouts.items()
+        for name, layout in described.layouts.items()
     }
     return Catalog(NAME, ZEROS, tensors, ())
 
@@ -82,9 +82,9 @@ def state_catalog(state: Mapping[str, Any]) -> Catalog:
             "the state dict has shards on other ranks; gather it first, with full_tensor(), or "
             "save it with save_sharded"
         )
-    what = rank_state.describe(state, communicator)
-    require_no_sums(what.layouts)
-    return catalog_of(what, communicator)
+    described = rank_state.describe(state, communicator)
+    require_no_sums(described.layouts)
+    return catalog_of(described, communicator)
 
 
 def require_no_sums(layouts: Mapping[str, Layout]) -> None:

@@ -135,35 +135,35 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
         )
 
 
-def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
+def _state_facts(described: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
     """Return description -> text for each fact that ranks must agree on."""
-    at = {name: f" at {path}" for name, path in what.flat.paths.items()}
+    at = {name: f" at {path}" for name, path in described.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"
-        for name, x in what.layouts.items()
+        for name, x in described.layouts.items()
     }
     values = {
         f"value {name!r}": (repr(x) if replicas == "equal" else "a value") + at.get(name, "")
-        for name, x in what.flat.values.items()
+        for name, x in described.flat.values.items()
     }
     mesh_and_replicas = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
     return {**mesh_and_replicas, **tensors, **values}
 
 
 def check_same_state(
-    what: Described, communicator: Communicator, replicas: Replicas, digests: object = None
+    described: Described, communicator: Communicator, replicas: Replicas, digests: object = None
 ) -> None:
     """Raise on every rank if tensors, values or the file of `digests` differ between ranks."""
-    facts = {**_facts(what, communicator.mesh, replicas), "option digests": str(digests)}
+    facts = {**_state_facts(described, communicator.mesh, replicas), "option digests": str(digests)}
     check_same(communicator, facts, "save the same on every rank")
 
 
-def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
+def check_replicas_of_ranks(described: Described, communicator: Communicator) -> None:
     """Raise on every rank if replicas of a box on several ranks differ in CRC-32."""
     holders = lru_cache(None)(replica_holders)
     shared = [
         (name, box, ranks)
-        for name, layout in what.layouts.items()
+        for name, layout in described.layouts.items()
         for (box, _), ranks in holders(layout).items()
         if len(ranks) > 1
     ]
@@ -175,9 +175,9 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
         digested: dict[tuple[int, Box], int] = {}
         for name, box, ranks in shared:
             for rank in crcs_of.keys() & ranks:
-                key = id(what.shards[name][rank]), box
+                key = id(described.shards[name][rank]), box
                 if key not in digested:
-                    pieces = what.bytes_of(name, rank, box)
+                    pieces = described.bytes_of(name, rank, box)
                     digested[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
                 crcs_of[rank].append(digested[key])
         return crcs_of

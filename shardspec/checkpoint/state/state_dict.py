@@ -34,7 +34,7 @@ Leaf: TypeAlias = "DTensor | torch.Tensor"
 
 _MOST_BITS: Final = 13_300
 """Maximum bits of a whole number: Python parses at most 4,300 digits."""
-LEFT_OUT: Final = object()
+OMITTED: Final = object()
 """Marks a value that `unflatten` skips."""
 
 
@@ -234,14 +234,14 @@ def fitting_paths(
     >>> fitting_paths(paths, ["a.0"]), fitting_paths(paths, ["a.1"])
     ({'a.0': ('a', (0,))}, {})
     """
-    kept = {name: path for name, path in paths.items() if name in names}
-    if not kept:
+    fitting = {name: path for name, path in paths.items() if name in names}
+    if not fitting:
         return {}
     try:
-        unflatten({name: kept.get(name, (name,)) for name in (*names, *beside)}, lambda _: None)
+        unflatten({name: fitting.get(name, (name,)) for name in (*names, *beside)}, lambda _: None)
     except CheckpointError:
         return {}
-    return kept
+    return fitting
 
 
 class _Node(dict[Any, Any]):
@@ -251,7 +251,7 @@ class _Node(dict[Any, Any]):
 def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict[Any, Any]:
     """Build nested dicts and lists from the keys and the value of every name.
 
-    A value may be `LEFT_OUT`; None takes its place in a list. Raises CheckpointError if keys
+    A value may be `OMITTED`; None takes its place in a list. Raises CheckpointError if keys
     conflict: a value and a dict have the same keys, or a list has a gap.
 
     >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
@@ -269,14 +269,14 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
             )
         node[path[-1]] = of(name)
     nested = _nested(root)
-    return {} if nested is LEFT_OUT else nested
+    return {} if nested is OMITTED else nested
 
 
 def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
     if not isinstance(node, _Node):
         return node
     items = {key: _nested(value) for key, value in node.items()}
-    kept = {key: value for key, value in items.items() if value is not LEFT_OUT}
+    present = {key: value for key, value in items.items() if value is not OMITTED}
     if any(isinstance(key, tuple) for key in node):
         places = [(place,) for place in range(len(node))]
         if node.keys() != set(places):
@@ -284,5 +284,5 @@ def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
                 f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint do not form "
                 "a list; its sharding info is damaged, restore it"
             )
-        return [kept.get(place) for place in places] if kept else LEFT_OUT
-    return kept or LEFT_OUT
+        return [present.get(place) for place in places] if present else OMITTED
+    return present or OMITTED

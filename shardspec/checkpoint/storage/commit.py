@@ -181,9 +181,10 @@ def _check_own(path: StoragePath, place: StoragePath) -> bool:
         return False
     usual = stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)
     if not usual or at.st_uid != os.geteuid():
-        what = f"belongs to user id {at.st_uid}" if usual else "is not a file of a run"
+        problem = f"belongs to user id {at.st_uid}" if usual else "is not a file of a run"
         raise CheckpointError(
-            f"{path}: {place.name} beside it {what}; remove it, or choose another name or directory"
+            f"{path}: {place.name} beside it {problem}; remove it, or choose another name or "
+            "directory"
         )
     return True
 
@@ -198,12 +199,12 @@ def _recover(path: StoragePath, staging: StoragePath, older: StoragePath) -> Non
     """Finish or undo the steps of a killed run, and remove its leftovers."""
     if _check_own(path, older) and not path.taken():
         os.rename(older, path)
-    for left in (staging, older):
-        if _check_own(path, left):
-            system_calls.remove(left)
-            if left.taken():
+    for leftover in (staging, older):
+        if _check_own(path, leftover):
+            system_calls.remove(leftover)
+            if leftover.taken():
                 raise CheckpointError(
-                    f"{path}: {left.name} beside it is of a run that was killed, and cannot be "
+                    f"{path}: {leftover.name} beside it is of a run that was killed, and cannot be "
                     "removed from here; remove it"
                 )
 
@@ -220,7 +221,7 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
 def _exchange(
     staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Give a staged directory the name of an older one."""
+    """Replace an older directory by a staged one."""
     fd = os.open(path, system_calls.DIRECTORY)
     try:
         if system_calls.lock(fd) is False:
@@ -287,10 +288,10 @@ def write_atomically(
         fd = os.open(place, system_calls.NEW_FILE, 0o600)
         try:
             system_calls.reserve(fd, num_bytes)
-            done = 0
+            end = 0
             for piece in pieces:
-                system_calls.write_all(fd, memoryview(piece), done, path)
-                done += len(piece)
+                system_calls.write_all(fd, memoryview(piece), end, path)
+                end += len(piece)
             older = _stat(path.with_name(mode_of or path.name))
             if (
                 mode_of

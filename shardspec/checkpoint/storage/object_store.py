@@ -94,7 +94,7 @@ class ObjectPath(StoragePath):
                 f"{self}: URLs need fsspec: pip install fsspec s3fs (gcsfs for gs://)"
             ) from None
         try:
-            shared = kept_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
+            shared = shared_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
             return shared or url_to_fs(str(self))[0]
         except ImportError as error:
             raise CheckpointError(
@@ -221,7 +221,7 @@ def _entry(info: dict[str, Any]) -> Entry:
 
 
 @lru_cache(maxsize=16)
-def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
+def shared_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
     """Return fsspec's store for a scheme and bucket, if threads can share it.
 
     fsspec up to 2026.4 makes a store per thread, and each would connect separately.
@@ -235,11 +235,11 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
 class ObjectFile(SourceFile):
     """An object, read in ranges."""
 
-    __slots__ = ("_kept", "_store")
+    __slots__ = ("_last_range", "_store")
 
     def __init__(self, path: StoragePath, num_bytes: int, store: "AbstractFileSystem") -> None:
         super().__init__(path, num_bytes)
-        self._kept = (-_MIN_REQUEST_BYTES, b"")
+        self._last_range = (-_MIN_REQUEST_BYTES, b"")
         """Position and bytes of the last range; one tuple, since threads may share the file."""
         # fsspec may return another store to other threads.
         self._store = store
@@ -258,14 +258,14 @@ class ObjectFile(SourceFile):
 
     def _range_at(self, at: int, needed: int) -> tuple[int, bytes]:
         """Return the start and bytes of a range that contains a position."""
-        start, data = self._kept
+        start, data = self._last_range
         if start <= at < start + len(data):
             return start, data
         if self.requested is not None and (arrived := self.requested.find(self.path, at)):
             return arrived
         # If a shard is a range of columns, the short gaps between its rows are read too.
-        goes_on = 0 <= at - start - len(data) < _MIN_REQUEST_BYTES
-        least = _SEQUENTIAL_BYTES if goes_on else _MIN_REQUEST_BYTES
+        sequential = 0 <= at - start - len(data) < _MIN_REQUEST_BYTES
+        least = _SEQUENTIAL_BYTES if sequential else _MIN_REQUEST_BYTES
         end = min(max(needed, at + least), at + MAX_REQUEST_BYTES, self.num_bytes)
         data = b""
         if end > at:
@@ -279,7 +279,7 @@ class ObjectFile(SourceFile):
         if len(data) < max(end - at, 1):
             raise self.cut_short(at + len(data), needed)
         # A long range is used only once, so only its end is remembered.
-        self._kept = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
+        self._last_range = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
         return at, data
 
 
@@ -365,7 +365,7 @@ class RangePrefetcher:
 
 
 def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
-    """Open a file of about this size, which appears when its `commit` is called."""
+    """Open a file to upload, of about this size; its `commit` makes it visible."""
     store = path.store
     if not store.async_impl:
         # These ignore `autocommit` outside of a transaction; this one is never completed.
@@ -429,13 +429,13 @@ class _Uploads:
             with suppress(FileNotFoundError):
                 old = frozenset(self._path.list())
         # Leftovers of killed runs are removed too.
-        gone = output.replaced & old | {name for name in old if is_temporary(name)}
+        obsolete = output.replaced & old | {name for name in old if is_temporary(name)}
         # Old and new files side by side could be read as one checkpoint.
         if len(self._open) > 1 and not old.isdisjoint(self._open.keys() - {output.listing}):
-            self._remove({name for name in gone if _is_list(name)} | old & self._open.keys())
+            self._remove({name for name in obsolete if _is_list(name)} | old & self._open.keys())
         for name in sorted(self._open, key=lambda name: (name == output.listing, name)):
             self._commit(name)
-        self._remove(gone - output.files.keys())
+        self._remove(obsolete - output.files.keys())
 
     def _commit(self, name: str) -> None:
         path, num_bytes = self._at(name), self._num_bytes[name]

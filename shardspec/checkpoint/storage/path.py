@@ -248,7 +248,7 @@ class StoragePath(PurePosixPath, ABC):
         """Remove the file if it exists."""
 
     @contextmanager
-    def errors(self, done: str, more: str = "") -> Iterator[None]:
+    def errors(self, verb: str, more: str = "") -> Iterator[None]:
         """Convert errors of the storage into a `CheckpointError`: "cannot be <done>".
 
         Libraries of stores raise errors without a common class. Built-in exceptions for bugs, such
@@ -261,11 +261,11 @@ class StoragePath(PurePosixPath, ABC):
         except Exception as error:  # clients of stores raise errors of their own
             if type(error).__module__ == "builtins" and not isinstance(error, self._refusals):
                 raise
-            raise CheckpointError(f"{self}: cannot be {done}: {_text(error)}{more}") from None
+            raise CheckpointError(f"{self}: cannot be {verb}: {_text(error)}{more}") from None
 
 
 def file_inside(
-    directory: StoragePath, name: str, stated_by: StoragePath, *, weights: bool = False
+    directory: StoragePath, name: str, listed_by: StoragePath, *, weights: bool = False
 ) -> StoragePath:
     """Return the path of a file that a checkpoint lists; it must be in its directory.
 
@@ -276,13 +276,13 @@ def file_inside(
     parts = name.split("/") if weights else [name]
     if any(part in ("", ".", "..") or any(c in part for c in "/\\\0") for part in parts):
         raise CheckpointError(
-            f"{stated_by}: file name {name!r} is not a plain name; files of a checkpoint are in "
+            f"{listed_by}: file name {name!r} is not a plain name; files of a checkpoint are in "
             "its own directory"
         )
     path = directory / name
     if not weights and (real := path.leads_outside()) is not None:
         raise CheckpointError(
-            f"{stated_by}: file {name!r} is a link to {real}, outside the checkpoint; "
+            f"{listed_by}: file {name!r} is a link to {real}, outside the checkpoint; "
             "put the file itself into the directory"
         )
     return path

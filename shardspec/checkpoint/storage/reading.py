@@ -16,7 +16,7 @@ from shardspec.checkpoint.storage.path import (
 from shardspec.errors import CheckpointError
 
 _Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 AHEAD_BYTES: Final = 24 << 20
 """Maximum bytes requested from a store and not read yet."""
@@ -27,10 +27,10 @@ _MAX_HEADER_FILES: Final = 256
 @contextmanager
 def prefetch_map(
     items: Iterable[_Item],
-    look: Callable[[_Item], _Found],
+    look: Callable[[_Item], _Result],
     ahead: int,
     workers: int | None = None,
-) -> Generator[Iterator[_Found], None, None]:
+) -> Generator[Iterator[_Result], None, None]:
     """Yield an iterator over the results of a call for every item, in order.
 
     Threads, by default `ahead` of them, make up to `ahead` calls before the results are used. With
@@ -48,11 +48,11 @@ def prefetch_map(
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(workers or ahead, "shardspec-prefetch")
-    pending: deque[Callable[[], _Found]] = deque()
+    pending: deque[Callable[[], _Result]] = deque()
 
-    def results() -> Iterator[_Found]:
+    def results() -> Iterator[_Result]:
         for item in items:
-            call: Callable[[], _Found] = partial(look, item)
+            call: Callable[[], _Result] = partial(look, item)
             # If the system allows no more threads, the calling thread makes the call.
             with suppress(RuntimeError):
                 call = pool.submit(look, item).result
@@ -114,7 +114,7 @@ class HeaderFiles:
     """Opens files for short reads, by any number of threads; files in stores stay open."""
 
     def __init__(self) -> None:
-        self._kept: Callable[[StoragePath], SourceFile] = lru_cache(maxsize=_MAX_HEADER_FILES)(
+        self._opened: Callable[[StoragePath], SourceFile] = lru_cache(maxsize=_MAX_HEADER_FILES)(
             lambda path: path.open()
         )
 
@@ -122,7 +122,7 @@ class HeaderFiles:
     def file(self, path: StoragePath) -> Iterator[SourceFile]:
         """Open a file for the duration of a block."""
         if path.requests:
-            yield self._kept(path)
+            yield self._opened(path)
         else:
             with path.open() as file:
                 yield file
@@ -151,9 +151,9 @@ class Snapshot(NamedTuple):
         now = _identities(self.place, self.nested)
         for path in files:
             if path not in now or now[path] != self.files.get(path):
-                done = "changed" if path in now else "was removed"
+                change = "changed" if path in now else "was removed"
                 raise CheckpointError(
-                    f"{path}: {done} while it was read, so what was read may be a mixture of "
+                    f"{path}: {change} while it was read, so what was read may be a mixture of "
                     "two saves; run again when nobody writes it"
                 )
 

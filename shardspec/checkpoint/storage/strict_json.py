@@ -48,32 +48,32 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
 def parse_json(
     data: bytes,
     file: PurePath,
-    what: str,
+    title: str,
     room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
     """Return the value of a JSON text; raises CheckpointError for repeated keys.
 
-    `what` names the text in errors. Objects are replaced by the results of `shrink`.
+    `title` names the text in errors. Objects are replaced by the results of `shrink`.
 
     >>> parse_json(b'{"a": [1]}', PurePath("config.json"), "config")
     {'a': [1]}
     """
 
     def fail(problem: str) -> Never:
-        text = f"the {what} {problem}; the file is damaged, restore it"
+        text = f"the {title} {problem}; the file is damaged, restore it"
         raise CheckpointError(f"{file}: {text}") from None
 
     def without_repeats(pairs: list[tuple[str, object]]) -> object:
         value = dict(pairs)
         if len(value) != len(pairs):
-            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-            fail(f"has the key {shown(twice)} twice")
+            ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+            fail(f"has the key {shown(repeated)} twice")
         return shrink(value)
 
     width = 1 if data.isascii() else 4
     cost = sum(each * data.count(char) for char, each in _COSTS.items())
-    _check_room(file, what, len(data), len(data) * (1 + 2 * width) + cost, room_bytes)
+    _check_room(file, title, len(data), len(data) * (1 + 2 * width) + cost, room_bytes)
     try:
         value: object = json.loads(
             data.decode(),
@@ -98,11 +98,11 @@ def parse_json(
 
 
 def _check_room(
-    file: PurePath, what: str, num_bytes: int, needed_bytes: int, room_bytes: int
+    file: PurePath, title: str, num_bytes: int, needed_bytes: int, room_bytes: int
 ) -> None:
     if needed_bytes > room_bytes:
         raise CheckpointError(
-            f"{file}: the {what} has {num_bytes} bytes, whose values would take more than "
+            f"{file}: the {title} has {num_bytes} bytes, whose values would take more than "
             f"{room_bytes >> 20} MiB of memory; save in fewer tensors, or restore the file"
         )
 
@@ -148,17 +148,17 @@ def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) ->
 
 def read_json(
     path: StoragePath,
-    what: str,
+    title: str,
     room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> dict[str, Any]:
     """Return the JSON object in a file; see `parse_json`."""
     with path.open() as file:
         # Each byte takes at least three in memory; too large a file is refused unread.
-        _check_room(path, what, file.num_bytes, 3 * file.num_bytes, room_bytes)
+        _check_room(path, title, file.num_bytes, 3 * file.num_bytes, room_bytes)
         data = file.read(0, file.num_bytes)
-    value = parse_json(data, path, what, room_bytes, shrink)
-    return checked(value, dict, path, f"the {what}")
+    value = parse_json(data, path, title, room_bytes, shrink)
+    return checked(value, dict, path, f"the {title}")
 
 
 def json_beside(directory: StoragePath, name: str) -> object:

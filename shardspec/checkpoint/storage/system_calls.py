@@ -46,21 +46,21 @@ def lock(fd: int) -> bool | None:
 
 def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill a buffer from a file; return the number of bytes missing at the end of the file."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+    filled = 0
+    while filled < len(buffer):
+        count = os.preadv(fd, [buffer[filled:] if filled else buffer], offset + filled)
         if not count:
             break
-        done += count
-    return len(buffer) - done
+        filled += count
+    return len(buffer) - filled
 
 
 def write_all(fd: int, data: memoryview, offset: int, path: StoragePath) -> None:
     """Write bytes at a position in a file; raise if the disk is full."""
-    done = 0
+    written = 0
     with path.errors("written"):
-        while done < len(data):
-            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
+        while written < len(data):
+            written += os.pwrite(fd, data[written : written + _WRITE_BYTES], offset + written)
 
 
 def begin_flush(fd: int) -> None:
@@ -98,23 +98,23 @@ def remove(place: PurePath) -> None:
 
 
 def finish(
-    place: PurePath, older: os.stat_result | None, otherwise: tuple[int, int, int] | None = None
+    place: PurePath, older: os.stat_result | None, default: tuple[int, int, int] | None = None
 ) -> None:
     """Give a new file or directory the owner and mode of an older one, and flush it.
 
-    Without an older one of the same kind it gets owner, group and mode of `otherwise`, or else the
+    Without an older one of the same kind it gets owner, group and mode of `default`, or else the
     default mode.
     """
     fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         directory = stat.S_ISDIR(os.fstat(fd).st_mode)
         if older is not None and stat.S_IFMT(older.st_mode) == stat.S_IFMT(os.fstat(fd).st_mode):
-            otherwise = older.st_uid, older.st_gid, stat.S_IMODE(older.st_mode) & 0o777
-        if otherwise is None:
-            otherwise = -1, -1, (0o777 if directory else 0o666) & ~_umask()
+            default = older.st_uid, older.st_gid, stat.S_IMODE(older.st_mode) & 0o777
+        if default is None:
+            default = -1, -1, (0o777 if directory else 0o666) & ~_umask()
         with suppress(OSError):
-            os.fchown(fd, *otherwise[:2])
-        os.fchmod(fd, otherwise[2])
+            os.fchown(fd, *default[:2])
+        os.fchmod(fd, default[2])
         if directory:
             _flush(fd)
         else:

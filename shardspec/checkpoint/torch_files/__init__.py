@@ -52,13 +52,13 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
             continue
         if not match.groups():
             return kind
-        others = list(beside())
+        siblings = list(beside())
         if kind == TENSOR_PARALLEL:
             # Beside files of experts or stages, it contains only the shared tensors.
-            for other in (EXPERTS, PIPELINE):
-                if any(map(PARTS[other][0].fullmatch, others)):
-                    return other
-        if int(match[1]) or sum(pattern.fullmatch(other) is not None for other in others) > 1:
+            for sibling in (EXPERTS, PIPELINE):
+                if any(map(PARTS[sibling][0].fullmatch, siblings)):
+                    return sibling
+        if int(match[1]) or sum(pattern.fullmatch(sibling) is not None for sibling in siblings) > 1:
             return kind
     return None
 

@@ -189,13 +189,13 @@ def outline_of(
         return Outline(name, shape, dtype, None, (), chunks), repeated
     match flat:
         case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
-            whole = values.sizes_of(original)
+            full_shape = values.sizes_of(original)
             chunks = tuple(
                 replace(chunk, box=part, start=start)
                 for chunk in chunks
-                for part, start in unflattened(shape, whole, chunk.box)
+                for part, start in unflattened(shape, full_shape, chunk.box)
             )
-            return Outline(name, whole, dtype, None, (), chunks), repeated
+            return Outline(name, full_shape, dtype, None, (), chunks), repeated
     raise ValueError(
         f"mcore_data has {flat!r:.100}, unknown up to Megatron-core 0.16; convert it with "
         " Megatron's own tools to fully_reshardable"
@@ -234,19 +234,19 @@ def unflattened(
     """
     *counts, elements = flat or (-1,)
     block = tuple(size // max(1, count) for size, count in zip(shape, counts, strict=False))
-    whole = tuple(count * size for count, size in zip(counts, block, strict=False))
+    covered = tuple(count * size for count, size in zip(counts, block, strict=False))
     *at, (lo, hi) = chunk or ((0, 0),)
     several = any(end - start != 1 for start, end in at)
-    if len(counts) != len(shape) or whole != shape or prod(block) != elements or several:
+    if len(counts) != len(shape) or covered != shape or prod(block) != elements or several:
         raise ValueError(
             f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which is not made of "
             f"such blocks, or its chunk {box_text(chunk)} is in several"
         )
-    done = 0
+    start_at = 0
     for inner in row_major_boxes(block, lo, hi):
         box = tuple(
             (first + start * size, last + start * size)
             for (first, last), (start, _), size in zip(inner, at, block, strict=True)
         )
-        yield box, done
-        done += box_size(box)
+        yield box, start_at
+        start_at += box_size(box)

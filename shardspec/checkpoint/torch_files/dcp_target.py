@@ -33,17 +33,17 @@ def dcp_target(
     mesh: DeviceMesh,
     tensors: Sequence[catalog.OutputTensor],
     layouts: Mapping[str, Layout],
-    others: Mapping[str, object],
+    extras: Mapping[str, object],
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> catalog.Target:
     """Return an output directory that `torch.distributed.checkpoint.load` reads.
 
-    `layouts`, by name in the output, have no pending reductions. `others` are entries that are not
+    `layouts`, by name in the output, have no pending reductions. `extras` are entries that are not
     tensors, stored in the file of the first device. `paths` are the keys of both in a nested state
     dict.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    for name in chain(by_name, others):
+    for name in chain(by_name, extras):
         writer.check_text(name)
     assigned = catalog.assign_boxes(mesh, layouts)
     chunks: dict[str, list[tuple[Box, _Place]]] = {name: [] for name in by_name}
@@ -61,7 +61,7 @@ def dcp_target(
             raw.append(catalog.RawBytes(end, archive.raw[0].data))
             chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
-        for name, value in others.items() if rank == mesh.ids[0] else ():
+        for name, value in extras.items() if rank == mesh.ids[0] else ():
             start = end
             raw += _raw_value(value, start)
             if isinstance(value, StoredObject):
@@ -136,7 +136,7 @@ def _metadata(
     def described(tensor: catalog.OutputTensor) -> Made:
         encoding = PickledCall(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         layout = PickledCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-        how = (Name("torch", tensor.dtype), layout, False, encoding, False)
+        fields = (Name("torch", tensor.dtype), layout, False, encoding, False)
         listed = [
             made(
                 "ChunkStorageMetadata",
@@ -145,7 +145,7 @@ def _metadata(
             )
             for box, _ in chunks[tensor.name]
         ]
-        properties = Made(Name(_MODULE, "TensorProperties"), how)
+        properties = Made(Name(_MODULE, "TensorProperties"), fields)
         return made(
             "TensorStorageMetadata", properties=properties, size=size(tensor.shape), chunks=listed
         )

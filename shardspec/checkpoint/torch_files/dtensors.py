@@ -54,7 +54,7 @@ def read_torch(
     """
     from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
     names = {**TORCH_NAMES, _FROM_TYPE: from_type}
-    return unpickle(data, names, archive.what, "pickle", storage_of, foreign=True)
+    return unpickle(data, names, archive.label, "pickle", storage_of, foreign=True)
 
 
 class _DTensors:

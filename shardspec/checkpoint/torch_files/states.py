@@ -82,7 +82,7 @@ class Contents(NamedTuple):
     """The contents of a pickle, by flat names."""
 
     tensors: dict[str, TorchTensor]
-    others: dict[str, object]
+    extras: dict[str, object]
     paths: dict[str, KeyPath]
     """Nested keys by name; a name that is itself the only key is missing."""
 
@@ -101,7 +101,7 @@ def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
                 name: StateTensor(tensor, tensor_place(tensor, file, archive))
                 for name, tensor in contents.tensors.items()
             }
-        return TorchState(path, tensors, contents.others, contents.paths, archive)
+        return TorchState(path, tensors, contents.extras, contents.paths, archive)
 
     with prefetch_map(paths, look, paths[0].files_ahead()) as states:
         return list(states)
@@ -134,11 +134,11 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     Raises PickleError if two entries get the same flat name, or the value is nested too deep.
     """
     contents = Contents({}, {}, {})
-    tensors, others, paths = contents
-    seen: set[str] = set()
+    tensors, extras, paths = contents
+    storages: set[str] = set()
     for keys, part in _leaves(at, value, len(at), iter(range(_MAX_PARTS)), path):
         name = dotted_name(keys)
-        if name in tensors or name in others:
+        if name in tensors or name in extras:
             raise PickleError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined "
                 "with dots; rename one of them and save again"
@@ -146,12 +146,12 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
         if keys != (name,) and is_path(keys):
             paths[name] = keys
         if not isinstance(part, TorchTensor):
-            others[name] = part
+            extras[name] = part
             continue
         if part.is_part:
-            if part.storage.key in seen:
+            if part.storage.key in storages:
                 part = part._replace(digested=False)
-            seen.add(part.storage.key)
+            storages.add(part.storage.key)
         tensors[name] = part
     return contents
 
@@ -167,7 +167,7 @@ def _leaves(
     parts: Iterable[tuple[object, object]]
     if isinstance(value, dict) and (value or not depth):
         parts = value.items()
-    elif isinstance(value, list | tuple) and _holds_tensors(value, depth, budget, path):
+    elif isinstance(value, list | tuple) and _has_tensors(value, depth, budget, path):
         parts = ((Place((place,)), part) for place, part in enumerate(value))
     else:
         yield at, value
@@ -180,14 +180,14 @@ def _leaves(
             yield from _leaves((*at, key), part, depth + 1, budget, path)
 
 
-def _holds_tensors(value: object, depth: int, budget: Iterator[int], path: StoragePath) -> bool:
+def _has_tensors(value: object, depth: int, budget: Iterator[int], path: StoragePath) -> bool:
     _visit(depth, budget, path)
     if isinstance(value, TorchTensor | UnreadTensor):
         return True
     parts = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, dict):
         parts = tuple(value.values())
-    return any(_holds_tensors(part, depth + 1, budget, path) for part in parts)
+    return any(_has_tensors(part, depth + 1, budget, path) for part in parts)
 
 
 def _visit(depth: int, budget: Iterator[int], path: StoragePath) -> None:
@@ -270,13 +270,13 @@ def _opaque(
                 storage = part if isinstance(part, TorchStorage) else part.storage
                 crc = archive and archive.record(f"data/{storage.key}").crc32
                 exact &= crc is not None
-                looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
-                shown = storage.dtype, storage.size, looks, crc
+                traits = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
+                shown = storage.dtype, storage.size, traits, crc
             case UnreadTensor():
                 tensors = True
                 where = part.storage and archive and archive.record(f"data/{part.storage[0]}").crc32
                 exact &= part.storage is None or where is not None
-                shown = part.storage and part.storage[1], part.looks, where
+                shown = part.storage and part.storage[1], part.traits, where
             case Global():
                 shown = part.path
             case Record():
@@ -332,26 +332,27 @@ def mismatch_error(
 
 def check_same_names(files: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
     """Raise CheckpointError unless the files of all ranks have tensors of the same names."""
-    (first_path, first), *others = files
-    for path, tensors in others:
-        odd = min(first.keys() ^ tensors.keys(), default=None)
-        if odd is not None:
-            lacks, has = (path, first_path) if odd in first else (first_path, path)
+    (first_path, first), *rest = files
+    for path, tensors in rest:
+        name = min(first.keys() ^ tensors.keys(), default=None)
+        if name is not None:
+            lacks, has = (path, first_path) if name in first else (first_path, path)
             raise CheckpointError(
-                f"{lacks}: lacks tensor {odd!r}, which {has} has; the files are not of one save"
+                f"{lacks}: lacks tensor {name!r}, which {has} has; the files are not of one save"
             )
 
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
     """Raise CheckpointError if the files of two ranks have equal digests of all tensors."""
-    seen: dict[frozenset[tuple[str, int]], StoragePath] = {}
+    paths: dict[frozenset[tuple[str, int]], StoragePath] = {}
     for state in states:
         digests = [(name, tensor.place.digest) for name, tensor in state.tensors.items()]
         key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
-        other = seen.setdefault(key, state.path)
-        if other != state.path and len(key) == len(state.tensors):
+        first_path = paths.setdefault(key, state.path)
+        if first_path != state.path and len(key) == len(state.tensors):
             raise CheckpointError(
-                f"{state.path}: has the tensors of {other}; one is a copy of the other, restore it"
+                f"{state.path}: has the tensors of {first_path}; one is a copy of the other, "
+                "restore it"
             )
 
 

@@ -44,7 +44,7 @@ _ITEM_COSTS: Final = dict.fromkeys(b"su", 50) | dict.fromkeys(b"\x90\x91", 110)
 """Approximate bytes of memory per item of a dict or set; items of others take 8."""
 _MAX_INT_BYTES: Final = 64
 _MAX_KEY_PARTS: Final = 66
-_MAX_ALIKE: Final = 10_000
+_MAX_COLLIDING: Final = 10_000
 """Limit of tuples as keys, and of numbers over 64 bits: many could have equal hashes."""
 _SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
 _ARGUMENT_BYTES: Final = [
@@ -235,7 +235,7 @@ class _Unpickler:
     ) -> None:
         self._data, self._names, self._persistent = data, dict(names), persistent
         self._foreign, self._room_bytes = foreign, room_bytes
-        self._alike = 0
+        self._colliding = 0
         """Number of tuple keys and long numbers so far."""
 
     def _named(self, module: object, name: object) -> Global:
@@ -263,7 +263,7 @@ class _Unpickler:
         """Refuse keys whose hashes would take long, or many that could have equal ones."""
         for key in keys:
             if type(key) is tuple:
-                self._count_alike()
+                self._count_colliding()
                 todo, parts = [key], 0
                 while todo:
                     part = todo.pop()
@@ -272,14 +272,14 @@ class _Unpickler:
                         raise RefusedError(_TOO_MUCH)
                     todo += [inner for inner in part if type(inner) is tuple]
 
-    def _count_alike(self) -> None:
-        self._alike += 1
-        if self._alike > _MAX_ALIKE:
+    def _count_colliding(self) -> None:
+        self._colliding += 1
+        if self._colliding > _MAX_COLLIDING:
             raise RefusedError(_TOO_MUCH)
 
     def _long(self, data: bytes, count: int) -> int:
         if count > 8:
-            self._count_alike()
+            self._count_colliding()
         if count > _MAX_INT_BYTES:
             raise RefusedError(_TOO_MUCH)
         return int.from_bytes(data, "little", signed=True)
@@ -299,7 +299,7 @@ class _Unpickler:
             raise TypeError
 
     def load(self) -> object:  # noqa: C901  # a case an opcode
-        """Return the value; raises RefusedError, or one of `_ODD`."""
+        """Return the value; raises RefusedError, or one of `_DAMAGE_ERRORS`."""
         data = self._data
         if len(data) > MAX_PICKLE_BYTES:
             raise RefusedError(_TOO_MUCH)
@@ -404,7 +404,7 @@ def _require(fits: bool) -> None:
         raise RefusedError(_DAMAGED)
 
 
-_ODD: Final = (
+_DAMAGE_ERRORS: Final = (
     *(LookupError, TypeError, ValueError, AttributeError, struct.error),
     *(ArithmeticError, RecursionError, MemoryError),
 )
@@ -427,7 +427,7 @@ def unpickle(
     data: bytes,
     names: PickledNames,
     path: PurePath | str,
-    what: str,
+    title: str,
     persistent: Callable[[object], object] = _no_storage,
     *,
     foreign: bool = False,
@@ -435,7 +435,7 @@ def unpickle(
 ) -> object:
     r"""Return the value of a pickle, with its names replaced by the classes in `names`.
 
-    `path` and `what` (``"metadata"``) are for errors. `persistent` resolves references to objects
+    `path` and `title` (``"metadata"``) are for errors. `persistent` resolves references to objects
     outside the pickle. Names that are not listed become `Foreign` objects if `foreign` is set, and
     are refused otherwise. The memory limit of the values is `room_per_byte` per byte, or a fixed
     amount if that is larger. Raises PickleError if the pickle is refused or damaged.
@@ -452,6 +452,6 @@ def unpickle(
         problem = str(error)
     except UnicodeDecodeError:
         problem = "contains text that is not UTF-8; it is damaged"
-    except _ODD:
+    except _DAMAGE_ERRORS:
         problem = _DAMAGED
-    raise PickleError(f"{path}: the {what} {problem}")
+    raise PickleError(f"{path}: the {title} {problem}")

@@ -80,7 +80,7 @@ class UnreadTensor:
     """A tensor or storage of an unsupported kind."""
 
     why: str
-    looks: tuple[object, ...] = ()
+    traits: tuple[object, ...] = ()
     """Sizes, strides and other members, for comparisons."""
     storage: tuple[str, str] | None = None
     """Key and kind of its storage."""
@@ -135,13 +135,13 @@ def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
     num_bytes = archive.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
-            f"{archive.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
+            f"{archive.label}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
             f"pickle says {storage.size} elements of {storage.dtype}; the file is damaged"
         )
     last = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
     if 0 not in tensor.shape and (last + 1) * item_bytes(tensor.dtype) > num_bytes:
         raise CheckpointError(
-            f"{archive.what}: a tensor of shape {list(tensor.shape)} and strides "
+            f"{archive.label}: a tensor of shape {list(tensor.shape)} and strides "
             f"{list(tensor.strides)} from element {start} reaches past its storage of "
             f"{num_bytes} bytes; the file is damaged"
         )
@@ -195,15 +195,15 @@ def _rebuild(
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
     lazily: tuple[str, ...] = ()
     if isinstance(metadata, dict):
-        lazily = tuple(str(key)[:20] for key, holds in metadata.items() if holds)
+        lazily = tuple(str(key)[:20] for key, is_set in metadata.items() if is_set)
     elif metadata:
         raise ValueError("a view may only conjugate or negate")
-    looks = (sizes, steps, start, lazily)
+    traits = (sizes, steps, start, lazily)
     if isinstance(storage, UnreadTensor):
-        return replace(storage, looks=(*storage.looks, *looks))
+        return replace(storage, traits=(*storage.traits, *traits))
     if lazily:
         why = "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
-        return UnreadTensor(why, looks, (storage.key, storage.dtype))
+        return UnreadTensor(why, traits, (storage.key, storage.dtype))
     return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
 
 
@@ -224,8 +224,8 @@ def _rebuild_v3(*args: object) -> TorchTensor | UnreadTensor:
 
 
 def _on_meta(_: object, shape: object, strides: object, *__: object) -> UnreadTensor:
-    looks = (sizes_of(shape), sizes_of(strides))
-    return UnreadTensor("a tensor on the meta device, which has no data; load the weights", looks)
+    traits = (sizes_of(shape), sizes_of(strides))
+    return UnreadTensor("a tensor on the meta device, which has no data; load the weights", traits)
 
 
 def _dict(*args: object) -> StateDict:

@@ -55,7 +55,7 @@ class TorchZip:
     """A zip of `torch.save` in a file or a part of one; made by `read_torch_zip`."""
 
     path: StoragePath
-    what: str  # its name in errors
+    label: str  # its name in errors
     archive: bytes  # the directory of all records
     directory: Directory  # files with equal directories may share one object
     crcs: "array[int]"  # of every record by its number
@@ -63,7 +63,7 @@ class TorchZip:
     def record(self, name: str) -> TorchRecord:
         """Return a record, such as ``data/0``, as the directory lists it."""
         if name not in self.directory:
-            raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
+            raise CheckpointError(f"{self.label}: has no record {name!r:.100}; it is damaged")
         number, header, limit, num_bytes = self.directory[name]
         value = self.crcs[number] or (None if num_bytes else 0)
         full = self.archive + b"/" + name.encode("utf-8", "surrogateescape")
@@ -82,7 +82,7 @@ class TorchZip:
             or head[_LOCAL.size : _LOCAL.size + name_bytes] != record.full_name
             or start + record.num_bytes > record.limit
         ):
-            raise _contradiction(self.what, record.full_name)
+            raise _contradiction(self.label, record.full_name)
         return start
 
     def is_intact(self, file: SourceFile, name: str) -> bool:
@@ -96,8 +96,8 @@ class TorchZip:
         data = file.read(self.start(file, name), record.num_bytes)
         if record.crc32 is not None and crc32(data) != record.crc32:
             raise CheckpointError(
-                f"{self.what}: the bytes of record {record.full_name!r} are not as saved (CRC-32); "
-                "restore the file or save again"
+                f"{self.label}: the bytes of record {record.full_name!r} are not as saved "
+                "(CRC-32); restore the file or save again"
             )
         return data
 
@@ -106,35 +106,35 @@ class TorchZip:
         size = self.record("data.pkl").num_bytes
         if size > _MAX_PICKLE_BYTES:
             raise PickleError(
-                f"{self.what}: its pickle has {size} bytes, past the limit of {_MAX_PICKLE_BYTES}; "
-                "save tensors as tensors, not as lists"
+                f"{self.label}: its pickle has {size} bytes, past the limit of "
+                f"{_MAX_PICKLE_BYTES}; save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")
 
 
 def read_torch_zip(
-    file: SourceFile, offset: int = 0, num_bytes: int | None = None, what: str | None = None
+    file: SourceFile, offset: int = 0, num_bytes: int | None = None, label: str | None = None
 ) -> TorchZip:
     """Read the directory of a zip of `torch.save` in a file or a part of one.
 
-    `what` is its name in errors, by default the path. Raises `CheckpointError` if it is no such
+    `label` is its name in errors, by default the path. Raises `CheckpointError` if it is no such
     zip, truncated, damaged, compressed or encrypted, or if two records share bytes or a name.
     """
-    what = what or str(file.path)
+    label = label or str(file.path)
     num_bytes = file.num_bytes - offset if num_bytes is None else num_bytes
     if offset < 0 or num_bytes < 0 or offset + num_bytes > file.num_bytes:
         raise CheckpointError(
-            f"{what}: bytes {offset} to {offset + num_bytes} are needed, but the file has "
+            f"{label}: bytes {offset} to {offset + num_bytes} are needed, but the file has "
             f"{file.num_bytes}; it was cut short, restore it"
         )
     tail_bytes = min(_TAIL_BYTES, num_bytes)
     tail = file.read(offset + num_bytes - tail_bytes, tail_bytes)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
-        raise CheckpointError(f"{what}: {_NOT_READ if num_bytes else 'is empty; restore it'}")
+        raise CheckpointError(f"{label}: {_NOT_READ if num_bytes else 'is empty; restore it'}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
     if size > _MAX_DIRECTORY_BYTES:
         raise CheckpointError(
-            f"{what}: its directory has {size} bytes, past the limit of {_MAX_DIRECTORY_BYTES}; "
+            f"{label}: its directory has {size} bytes, past the limit of {_MAX_DIRECTORY_BYTES}; "
             "save in fewer records"
         )
     if size + _ENDS_BYTES > len(tail):
@@ -145,18 +145,18 @@ def read_torch_zip(
             infos, end = opened.infolist(), opened.start_dir
     # Errors of zipfile for a damaged directory; the second for an unknown version.
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error):
-        raise _contradiction(what) from None
+        raise _contradiction(label) from None
     is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
     if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
-        raise _contradiction(what)
+        raise _contradiction(label)
     # zipfile counts from the start of the tail, so the positions of records are negative.
     at = offset + num_bytes - len(tail)
     if any(_name(info).partition(b"/")[2] == b"constants.pkl" for info in infos):
         raise CheckpointError(
-            f"{what}: is a TorchScript program, not a checkpoint; save the state dict of the "
+            f"{label}: is a TorchScript program, not a checkpoint; save the state dict of the "
             "module: torch.save(torch.jit.load(path).state_dict(), new_path)"
         )
-    archive = _checked(file.path, what, infos, offset, at, end)
+    archive = _checked(file.path, label, infos, offset, at, end)
     if "byteorder" in archive.directory:
         record = archive.record("byteorder")
         # The usual order is recognized by its CRC-32, without reading it.
@@ -164,21 +164,21 @@ def read_torch_zip(
             order = archive.read(file, "byteorder") if record.num_bytes <= 16 else b"?"
             if order != b"little":
                 raise CheckpointError(
-                    f"{what}: was written on a machine with byte order {order!r}; load it with "
+                    f"{label}: was written on a machine with byte order {order!r}; load it with "
                     "torch.load and save it again on a little-endian one"
                 )
     return archive
 
 
-def _contradiction(what: str, record: bytes = b"") -> CheckpointError:
+def _contradiction(label: str, record: bytes = b"") -> CheckpointError:
     at = f" of record {record!r:.100}" if record else ""
     return CheckpointError(
-        f"{what}: its directory{at} contradicts itself or the file; restore it, or save it again"
+        f"{label}: its directory{at} contradicts itself or the file; restore it, or save it again"
     )
 
 
 def _checked(
-    path: StoragePath, what: str, infos: list[ZipInfo], first: int, at: int, end: int
+    path: StoragePath, label: str, infos: list[ZipInfo], first: int, at: int, end: int
 ) -> TorchZip:
     """Return the zip with these records; raises CheckpointError if two share a byte or a name.
 
@@ -196,7 +196,7 @@ def _checked(
         key = inner.decode("utf-8", "surrogateescape")
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(
-                f"{what}: record {name!r:.100} is compressed, which torch never does; unpack it "
+                f"{label}: record {name!r:.100} is compressed, which torch never does; unpack it "
                 "and save it again with torch.save"
             )
         if (
@@ -208,9 +208,9 @@ def _checked(
             or folder != archive
             or key in directory
         ):
-            raise _contradiction(what, name)
+            raise _contradiction(label, name)
         directory[key] = number, header, at + limit, size
-    return TorchZip(path, what, archive, directory, array("I", [info.CRC for info in infos]))
+    return TorchZip(path, label, archive, directory, array("I", [info.CRC for info in infos]))
 
 
 def _name(info: ZipInfo) -> bytes:
