@@ -2,13 +2,20 @@
 
 import json
 import os
+import re
 import stat
+import tomllib
 from pathlib import PurePath
-from typing import Final
+from typing import Any, Final
 
 from shardspec.errors import InputFileError, ShardSpecError
 
-_MAX_JSON_BYTES: Final = 64 << 20
+MAX_TOML_BYTES: Final = 1 << 20
+MAX_JSON_BYTES: Final = 4 << 20
+"""Maximum size of a config; its values may take fifty times as much memory."""
+_MAX_DOTS: Final = 32
+"""Maximum dots in a line of TOML, besides those of fractions."""
+_FRACTION: Final = re.compile(r"(?<![\w.])[0-9]+\.[0-9]+(?:[eE][-+]?[0-9]+)?(?![\w.])")
 
 
 def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
@@ -37,10 +44,24 @@ def read_input_file(path: PurePath, max_bytes: int) -> bytes:
     return data
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the values of a TOML text; raises `ValueError` if it has none, or would take long.
+
+    The time and memory of `tomllib` grow with the square of the parts of a dotted key.
+    """
+    lines = (line for line in text.splitlines() if line.count(".") > _MAX_DOTS)
+    if any(_FRACTION.sub("", line).count(".") > _MAX_DOTS for line in lines):
+        raise ValueError(f"a line has more than {_MAX_DOTS} dots; write it in several lines")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
 def read_json_object(path: PurePath) -> dict[str, object]:
     """Return the JSON object in a file, such as a model's config; raises `InputFileError`."""
     try:
-        value = json.loads(read_input_file(path, _MAX_JSON_BYTES))
+        value = json.loads(read_input_file(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise InputFileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):

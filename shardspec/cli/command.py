@@ -82,7 +82,8 @@ def refuse_removed(ctx: click.Context, words: str) -> None:
     place = " ".join([*ctx.command_path.split()[1:], words])
     for pattern, remedy in REMOVED.items():
         if ("--" in pattern) == words.startswith("-") and fnmatchcase(place, pattern):
-            raise click.UsageError(f"{words} has gone; {remedy}", ctx)
+            gone = words if words.startswith("-") else place
+            raise click.UsageError(f"{gone} has gone; {remedy}", ctx)
 
 
 class CommandGroup(click.Group):
@@ -213,7 +214,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "apply": "use 'shardspec delta apply BASE DELTA... -o OUT'",
     "check-map": "use 'shardspec merge CKPT -o OUT --map FILE --dry-run'",
     "convert": "use shardspec.interop.notations in Python",
-    "delta *": "use 'shardspec delta make BASE NEW -o OUT'",
+    "delta *": "use 'shardspec delta make BASE NEW -o OUT', which writes to a disk",
     "graph": "use LayoutConverter.to_dot in Python",
     "presets": "use 'shardspec links list'",
     "verify --against": "use 'shardspec diff A B'",

@@ -1,7 +1,6 @@
 """Files of links: the links of a cluster as TOML, for presets and for users' own clusters."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,12 +9,11 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard, get_args
 
 from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, Curve, Link, exchange_floor
 from shardspec.errors import ProfileError, ShardSpecError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import MAX_JSON_BYTES, MAX_TOML_BYTES, parse_toml, read_input_file
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_number
 from shardspec.text import shown
 
 LINKS_FORMAT: Final = "shardspec links"
-_MOST_BYTES: Final = 16 << 20
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
@@ -109,12 +107,12 @@ _ABOUT: Final = ("scope", "basis", "confidence", "source", "valid_for", "read_on
 def read_links(path: Path) -> LinkPreset:
     """Return the contents of a file of links; raises `ProfileError` if it is not a valid one."""
     try:
-        return _parse(tomllib.loads(read_input_file(path, _MOST_BYTES).decode()), path.stem)
+        return _parse(parse_toml(read_input_file(path, MAX_TOML_BYTES).decode()), path.stem)
     except ShardSpecError as error:
         why = str(error).removeprefix(f"{path}: ")
     except KeyError as error:
         why = f"{error} is missing"
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         why = str(error).splitlines()[0]
     raise ProfileError(f"{path}: is not a file of links: {why}; 'shardspec links import' makes one")
 
@@ -248,7 +246,7 @@ def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...],
     Raises `ProfileError` if there is no such file, or it is no profile.
     """
     try:
-        root = json.loads(read_input_file(path, _MOST_BYTES))
+        root = json.loads(read_input_file(path, MAX_JSON_BYTES))
         if (root["format"], root["version"]) != ("shardspec profile", 1):
             raise ProfileError(f"format is {shown(root['format'])}")
         return _parse_earlier(root)

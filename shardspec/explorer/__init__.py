@@ -134,7 +134,7 @@ def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[La
 
 
 def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
-    """Return a cost model for each fitting choice of presets; raises `LayoutError` if none fits."""
+    """Return a cost model per entry of `links` with one preset, or one per axis of the mesh."""
     models = {
         ",".join(names): CostModel.from_presets(mesh, names)
         for names in links

@@ -1,1 +1,1 @@
-"""Model families: one TOML each lists the tensors; maps and layouts follow from it."""
+"""Model families: a TOML per family lists its tensors; maps and layouts are computed from it."""

@@ -186,7 +186,7 @@ def _spelling(
 
 
 def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
-    """Return the number of tensors with the shape of a format."""
+    """Return the number of tensors in `shapes` whose shape is that of the model in a format."""
     known, count = known_sizes(model.sizes), 0
     for tensor in model.tensors:
         side = tensor.places["file" if format == "hf" else format]

@@ -131,7 +131,7 @@ class RedistributeCost:
 
 
 def _has_plain_sums(spec: DTensorSpec) -> bool:
-    """Return whether a `ShardingSpec` can express the pending reductions together."""
+    """Return True if a `ShardingSpec` can express the pending reductions together."""
     pending = [placement for placement in spec.placements if placement.is_partial()]
     ops = {placement.reduce_op for placement in pending if type(placement) is Partial}
     known = all(type(placement) is Partial for placement in pending) and "premul_sum" not in ops

@@ -74,7 +74,7 @@ def _layout(
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
-    """Return whether torch represents the tensor by strided shards, as for S10."""
+    """Return True if torch represents the tensor by strided shards, as for S10."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -113,7 +113,7 @@ def torch_dtensor(
 
 @lru_cache(maxsize=4096)
 def _has_torchs_boxes(layout: Layout) -> bool:
-    """Return whether torch gives all shards the offsets that they have.
+    """Return True if torch gives all shards the offsets that they have.
 
     It does not for some uneven shards of a dim cut by axes in descending order.
     """

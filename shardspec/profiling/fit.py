@@ -84,7 +84,7 @@ def fit_curve(
     accepts: Callable[[Curve], bool] = lambda _: True,
     nodes: int = 1,
 ) -> Curve:
-    """Return the best curve for times at two or more sizes that `accepts`, or else the best one."""
+    """Return the best curve for which `accepts` is True; the best of all if there is none."""
     sizes = int(times[0][0]), int(times[-1][0])
     found = (lines for _, lines in candidate_lines(times))
     near = [Curve(kind, devices, lines, sizes, nodes) for lines in found]

@@ -1,7 +1,6 @@
 """The text of a name map: TOML, of bounded size, whose names have placeholders for numbers."""
 
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -9,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, TypeAlias
 
 from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.input_files import parse_toml
 from shardspec.resharding.views import evaluate
 from shardspec.text import shown
 
@@ -28,9 +28,8 @@ _Table: TypeAlias = Mapping[str, object]
 def read_map(text: str) -> dict[str, Any]:
     """Return the fields of the `NameMap` that a text describes; LayoutError if it is no map."""
     try:
-        given = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        # Besides its own error: numbers of thousands of digits, and what nests too deep.
+        given = parse_toml(text)
+    except ValueError as error:
         raise LayoutError(f"this is not TOML: {error}") from None
     if unknown := sorted(set(given) - {"map", "sizes", "zeros", "unused", "model_types"}):
         raise LayoutError(

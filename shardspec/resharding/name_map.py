@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import MAX_TOML_BYTES, read_input_file
 from shardspec.resharding.map_file import (
     Binding,
     NamesByForm,
@@ -68,8 +68,6 @@ from shardspec.resharding.views import (
 )
 from shardspec.text import shown
 
-_MOST_BYTES: Final = 4 << 20
-"""Maximum size of a map file."""
 _MOST_EQUATIONS: Final = 1 << 20
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 
@@ -125,7 +123,7 @@ class NameMap:
             If the file cannot be read, or is not a map.
         """
         try:
-            return cls.parse(read_input_file(Path(path), _MOST_BYTES).decode())
+            return cls.parse(read_input_file(Path(path), MAX_TOML_BYTES).decode())
         except InputFileError as error:
             raise LayoutError(str(error)) from None
         except (UnicodeDecodeError, LayoutError) as error:

@@ -8,7 +8,15 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    merge,
+    model_layouts,
+    model_names,
+    reshard,
+    save_sharded,
+)
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 
@@ -184,6 +192,31 @@ def test_tied_embeddings_change_together(tmp_path):
         assert torch.equal(tied["lm_head.weight"], tied["model.embed_tokens.weight"])
 
 
+def test_a_trained_copy_of_one_of_two_tied_tensors_is_refused(tmp_path):
+    weights = base_of()
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "base.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors = {f"base_model.model.{name}": torch.randn(9, 24)}
+    config: dict[str, object] = {"modules_to_save": ["embed_tokens"]}
+    with pytest.raises(CheckpointError, match="ensure_weight_tying"):
+        merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
+    config["ensure_weight_tying"] = True
+    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
+    assert torch.equal(got[name], tensors[f"base_model.model.{name}"])
+
+
+def test_a_change_of_an_embedding_is_rounded_before_it_is_added(tmp_path):
+    weights = base_of(torch.bfloat16)
+    save_file(weights, tmp_path / "base.safetensors")
+    a, b = torch.randn(4, 9), torch.randn(24, 4)
+    start = "base_model.model.model.embed_tokens"
+    tensors = {f"{start}.lora_embedding_A": a, f"{start}.lora_embedding_B": b}
+    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors))
+    expected = weights["model.embed_tokens.weight"] + (b @ a * 2.5).T.bfloat16()
+    assert_near(got["model.embed_tokens.weight"], expected)
+
+
 def test_biases(base, tmp_path):
     start = f"base_model.model.{Q}"
     whole = {**pair(Q, 24, 40), f"{start}.bias": torch.randn(40)}
@@ -230,6 +263,33 @@ def test_experts_stacked_in_one_parameter(tmp_path, transposed):
         assert_near(got[name], tensor)
     with pytest.raises(CheckpointError, match="no place"):
         merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors))
+
+
+def test_experts_that_files_store_one_by_one(tmp_path):
+    sizes = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"num_experts": 3, "moe_intermediate_size": 6, "intermediate_size": 12}
+    config = {"model_type": "qwen3_moe", "vocab_size": 16, "num_hidden_layers": 1, **sizes}
+    config["tie_word_embeddings"] = False
+    torch.manual_seed(0)
+    shapes = {name: at.global_shape for name, at in model_layouts(config, "fsdp:1").items()}
+    live = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(live, tmp_path / "live.safetensors")
+    base = tmp_path / "base"
+    merge(tmp_path / "live.safetensors", f"{base}/", names=model_names(config, "hf"))
+    (base / "config.json").write_text(json.dumps(config))
+    a, b = torch.randn(3 * 4, 6), torch.randn(8, 4 * 3)
+    module = "model.layers.0.mlp.experts"
+    tensors = {f"base_model.model.{module}.lora_A.weight": a}
+    tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    options = {"target_parameters": ["mlp.experts.down_proj"]}
+    adapter = write(tmp_path / "adapter", tensors, options)
+    merge(base, tmp_path / "out", lora=adapter)
+    got = load_file(tmp_path / "out")
+    assert got.keys() == load_file(next(base.glob("*.safetensors"))).keys()
+    change = torch.einsum("ore,eri->eoi", b.view(-1, 4, 3), a.view(3, 4, -1)) * 2.5
+    for expert in range(3):
+        expected = live[f"{module}.down_proj"][expert] + change[expert]
+        assert_near(got[f"{module}.{expert}.down_proj.weight"], expected)
 
 
 def test_a_sharded_adapter_and_base(base, tmp_path):
@@ -297,6 +357,10 @@ def test_a_quantized_base_is_dequantized(tmp_path):
         ({"r": 8}, "rank"),
         ({"r": None}, "r is None"),
         ({"lora_alpha": "x"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"rank_pattern": [4]}, "rank_pattern"),
+        ({"target_parameters": 5}, "target_parameters"),
         ({"rank_pattern": {"(": 4}}, "regular expression"),
     ],
 )

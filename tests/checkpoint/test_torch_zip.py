@@ -187,7 +187,7 @@ def test_what_torch_never_wrote(path, data):
 
 
 def test_a_scripted_file_is_named_and_bytes_behind_the_end_are_refused(tmp_path):
-    with pytest.warns(DeprecationWarning, match="deprecated"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="deprecated"):
         torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "scripted.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "longer.pt")
     with (tmp_path / "longer.pt").open("ab") as file:

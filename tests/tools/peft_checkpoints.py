@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.tools.commands import shardspec
 from tests.tools.language_models import CONFIGS, answers, model_of
+from tests.tools.peft_merges import KINDS, compare
 from tests.tools.table import Row, write_rows
 
 
@@ -55,12 +56,20 @@ def main(place: Path, rows_file: str) -> None:
             assert config_file == (here / "saved" / "adapter_config.json").read_text()
             assert torch.equal(adapted(folder), wanted), folder
             print(kind, sorted(path.name for path in folder.iterdir()), file=sys.stderr)
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert compare(kind, place / "merges" / kind / str(dtype), dtype) > 0, kind
     rows = [
         Row(
             *("PEFT", peft.__version__, "LoRA adapters; with DoRA, with a whole matrix besides"),
             *("yes", "yes, by their outputs", "`--to huggingface`, whole and resharded"),
             "yes, the outputs are equal",
-        )
+        ),
+        Row(
+            *("PEFT", peft.__version__, f"{len(KINDS)} kinds of adapters, `merge --lora`"),
+            *("yes", "as `merge_and_unload`: 1e-6 in float32, one unit in bfloat16"),
+            *("`--to safetensors`", "not tried"),
+        ),
     ]
     write_rows(rows_file, rows)
 

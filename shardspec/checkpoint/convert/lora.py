@@ -1,6 +1,7 @@
 """Merges an adapter of PEFT into its base: LoRA, rank-stabilized LoRA and DoRA.
 
-A merged weight is computed while it is read: base + scale * B @ A, in float32, rounded once.
+A merged weight is computed while it is read: base + scale * B @ A, in float32. It is rounded where
+PEFT rounds it: once, and for embeddings and parameters also before the sum.
 """
 
 import re
@@ -55,11 +56,23 @@ _REFUSED: Final = (
     "use_bdlora",
 )
 """Keys of methods that are not merged."""
+_KINDS: Final = {
+    "rank_pattern": dict | None,
+    "alpha_pattern": dict | None,
+    "target_parameters": list | None,
+    "modules_to_save": list | None,
+}
+"""Key to the type of its value."""
 _TRANSPOSED: Final = ("gpt_oss", "aria", "openai_privacy_filter")
 """Model types whose stacked experts are stored as (experts, inputs, outputs)."""
 _TIED: Final = re.compile(r"(.+\.)?(lm_head|embed_out|embed_tokens|wte|embed_in)\.weight")
 _HEAD: Final = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
+_MOST: Final = 1 << 32
+"""Bound of ranks and alphas."""
 _KEPT_BYTES: Final = 32 << 20
+"""Bytes of an adapter's tensors that are kept in memory."""
+_ALONE: Final = 1 << 18
+"""Multiplications for which OpenBLAS takes one thread; its threads would wait for each other."""
 
 
 class _Delta(NamedTuple):
@@ -75,6 +88,8 @@ class _Delta(NamedTuple):
     experts: int = 1
     transposed: bool = False
     """True if the weight is stored as (inputs, outputs)."""
+    rounded: bool = False
+    """True if the change is rounded before it is added."""
 
 
 def adapted_source(
@@ -125,12 +140,18 @@ def _merged(
     deltas: dict[str, list[_Delta]] = {}
     for target, delta in _deltas(parts, adapter, places, config):
         for name in places.tied(target):
-            deltas.setdefault(name, []).append(delta)
-    modules = config.get("modules_to_save")
-    trained = tuple(modules) if isinstance(modules, list) else ()
+            # PEFT merges an embedding before the head.
+            deltas[name] = sorted((*deltas.get(name, ()), delta), key=lambda d: not d.rounded)
+    trained = tuple(map(str, config.get("modules_to_save") or ()))
     new: dict[str, str] = {}
     for name, own in saved.items():
         place, shape = places.get(name), adapter.outline(own).shape
+        tied = place is not None and places.is_tied(place) and ".base_layer." not in own
+        if tied and not config.get("ensure_weight_tying"):
+            raise CheckpointError(
+                f"{adapter.directory}: {shown(own)} replaces one of two tied tensors, which unties "
+                "them; save an adapter with ensure_weight_tying, or merge it with PEFT"
+            )
         if place is None and name.rpartition(".")[0].endswith(trained):
             new[name] = own
         elif place is None or base.outline(place).shape != shape:
@@ -172,6 +193,8 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
         problem = f"starts from a base changed by init_lora_weights={start}; convert it with PEFT"
     elif used := [key for key in _REFUSED if config.get(key)]:
         problem = f"uses {used[0]}, which is not merged; merge it with PEFT"
+    elif odd := [key for key, kind in _KINDS.items() if not isinstance(config.get(key), kind)]:
+        problem = f"has {odd[0]}={shown(config[odd[0]])} in {_CONFIG}; correct it"
     if problem:
         raise CheckpointError(f"{adapter.directory}: {problem}")
     return config
@@ -220,6 +243,12 @@ class _Places:
             return name
         lacks = not any(map(_HEAD.fullmatch, self._ends))
         return self._ends[0] if _HEAD.fullmatch(name) and lacks and len(self._ends) == 1 else None
+
+    def is_tied(self, name: str) -> bool:
+        """Return True if a tensor is the embedding and the head of the model."""
+        if self.model.get("tie_word_embeddings") is False or name not in self._ends:
+            return False
+        return len(self.tied(name)) > 1 or not any(map(_HEAD.fullmatch, self._ends))
 
     def tied(self, name: str) -> Collection[str]:
         """Return the names of the tensors that share the memory of one."""
@@ -316,7 +345,8 @@ def _delta(
             f"says {rank}; give the config that it was saved with"
         )
     scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
-    return _Delta(names["A"], names["B"], magnitude, scale, experts, transposed)
+    rounded = named or ("embedding" in names and not magnitude)
+    return _Delta(names["A"], names["B"], magnitude, scale, experts, transposed, rounded)
 
 
 def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> float:
@@ -332,10 +362,10 @@ def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> f
                 f"{_CONFIG}: {shown(expression)} in {pattern}_pattern is not a regular expression; "
                 "correct it"
             ) from None
-    if isinstance(value, int | float) and value > 0:
+    if isinstance(value, int | float) and 0 < value < _MOST:
         return value
     raise CheckpointError(
-        f"{_CONFIG}: {key} is {shown(value)} for {shown(module)}; give a number above 0"
+        f"{_CONFIG}: {key} is {shown(value)} for {shown(module)}; give a number from 1 to {_MOST}"
     )
 
 
@@ -367,7 +397,8 @@ class AdaptedCatalog(Assembled):
         made = self._recent.get((name, wide))
         if made is None:
             source = Recast(self.adapter.tensor(name), wide, self.spare)
-            made = source.values(0, 0, 0, (source.rows, source.columns))
+            parts = source.parts(0, 0, 0, (source.rows, source.columns))
+            made = np.concatenate([values for _, values in parts])
             self._recent.keep((name, wide), made)
         return made
 
@@ -383,22 +414,22 @@ class _Changed(Recast):
         self._deltas, self._owner = deltas, owner
         self._factor: NDArray[Any] | None = None
 
-    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
-        total = self._sum(matrix, row, column, out.shape)
+    def change(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
+        """Add the changes to numbers, from a row and a column on, and scale them by DoRA."""
+        self._add(values, matrix, row, column)
         delta = self._deltas[0]
         if delta.magnitude:
             if self._factor is None:
                 self._factor = self._magnitudes(delta)
             first = column if delta.transposed else row
-            factor = self._factor[first : first + out.shape[delta.transposed]]
-            total *= factor if delta.transposed else factor[:, None]
-        self.put(total, out)
+            factor = self._factor[first : first + values.shape[delta.transposed]]
+            values *= factor if delta.transposed else factor[:, None]
 
-    def _sum(self, matrix: int, row: int, column: int, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return a part of base + scale * B @ A."""
-        total = self.values(matrix, row, column, shape)
-        for delta in self._deltas:
+    def _add(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
+        """Add scale * B @ A to numbers, from a row and a column on."""
+        for number, delta in enumerate(self._deltas):
+            if number:
+                values[...] = self.round(values)
             a, left = self._owner.read(delta.a, self.wide), np.ones((1, 1), self.wide)
             right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
             if delta.b:
@@ -406,21 +437,27 @@ class _Changed(Recast):
                 left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]
             if delta.transposed:
                 left, right = right.T, left.T
-            change = left[row : row + shape[0]] @ right[:, column : column + shape[1]]
-            change *= change.dtype.type(delta.scale)
-            total += change
-        return total
+            left, scale = left[row : row + len(values)], values.dtype.type(delta.scale)
+            step = max(1, _ALONE // left.size)
+            for at in range(0, values.shape[1], step):
+                part = values[:, at : at + step]
+                change = left @ right[:, column + at : column + at + part.shape[1]]
+                change *= scale
+                part += self.round(change) if delta.rounded else change
 
     def _magnitudes(self, delta: _Delta) -> NDArray[Any]:
         """Return DoRA's factor of each output: its magnitude by the norm of its weights."""
         squares = np.zeros(self.columns if delta.transposed else self.rows)
-        for rows in strips(self.rows, self.columns):
-            total = self._sum(0, rows.start, 0, (rows.stop - rows.start, self.columns))
-            square = np.square(total, dtype=np.float64)
-            if delta.transposed:
-                squares += square.sum(0)
-            else:
-                squares[rows] = square.sum(1)
+        for some in strips(self.rows, self.columns):
+            shape = some.stop - some.start, self.columns
+            for rows, values in self.parts(0, some.start, 0, shape):
+                first = some.start + rows.start
+                self._add(values, 0, first, 0)
+                square = np.square(values, dtype=np.float64)
+                if delta.transposed:
+                    squares += square.sum(0)
+                else:
+                    squares[first : first + len(values)] = square.sum(1)
         norms = np.sqrt(squares).astype(self.wide)
         factor: NDArray[Any] = self._owner.read(delta.magnitude, self.wide).reshape(-1) / norms
         return factor

@@ -35,6 +35,8 @@ _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 """The upper half of every float32, followed by zeros."""
 _AT_ONCE: Final = 1 << 16
 """Numbers per table lookup, so that the indices stay in the cache."""
+_SUMMED_BYTES: Final = 1 << 17
+"""The same for sums, in bytes of addends."""
 FOUR_BITS: Final = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
 )
@@ -145,10 +147,15 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
     if dtype != "bfloat16":
         return round_by(_eight_bit_codes(dtype), values)
     bits = values.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    half = np.ascontiguousarray(rounded.view(np.uint16)[..., 1::2])
     # Rounding could carry a NaN into infinity; torch writes this NaN instead.
-    half = np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> np.uint32(16))
-    return half.astype(np.uint16).view(np.uint8)
+    if np.isnan(values.max(initial=0)):
+        half[np.isnan(values)] = 0x7FC0
+    return half.view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +236,24 @@ def reduce(
     """
     combine = _UFUNCS[pending[0].op]
     divisor = prod(p.addends for p in pending if p.op == "avg")
-    total: NDArray[Any] | None = None
     weights = pending[0].weights
+    parts = [slice(at, at + _SUMMED_BYTES) for at in range(0, len(out), _SUMMED_BYTES)]
+    totals: list[NDArray[Any]] = []
     # Overflow and NaN are results like others, as they are in torch.
     with np.errstate(all="ignore"):
         for number, raw in enumerate(addends):
-            addend = numbers(raw, dtype)
-            if dtype == "float16":
-                addend = addend.astype(np.float32)
-            if weights:
-                addend = addend * addend.dtype.type(weights[number])
-            if total is None:
-                total = addend.copy()
-            else:
-                combine(total, addend, out=total)
-        assert total is not None, "a reduction has at least one addend"
-        if divisor != 1:
-            total /= divisor
-        out[:] = narrow(total, dtype)
+            for place, part in enumerate(parts):
+                addend = numbers(raw[part], dtype)
+                if dtype == "float16":
+                    addend = addend.astype(np.float32)
+                if weights:
+                    room = addend if number else None
+                    addend = np.multiply(addend, addend.dtype.type(weights[number]), out=room)
+                if number:
+                    combine(totals[place], addend, out=totals[place])
+                else:
+                    totals.append(addend if weights else addend.copy())
+        for part, total in zip(parts, totals, strict=True):
+            if divisor != 1:
+                total /= divisor
+            out[part] = narrow(total, dtype)

@@ -160,7 +160,7 @@ def _float_dtype(dtype: str) -> str:
     if scales or not is_floating(name) or name.startswith("complex") or packed(name) > 1:
         raise DTypeError(
             f"cannot cast to {name}: only floating point tensors are cast, to another dtype of "
-            "floating point numbers such as bf16 or float8_e4m3fn"
+            "floating point numbers such as bf16"
         )
     return name
 

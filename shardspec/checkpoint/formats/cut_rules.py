@@ -15,7 +15,6 @@ previous stage or expert parallel rank.
 """
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from shardspec.checkpoint.torch_files import states
 from shardspec.checkpoint.torch_files.states import TorchState, mismatch_error
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import MAX_TOML_BYTES, parse_toml, read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import RuleSpec, last_match, misfit_text, winning_patterns
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
@@ -39,7 +38,6 @@ CutRules: TypeAlias = Mapping[str, object] | PurePath | str | None
 """Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
-_MOST_BYTES: Final = 1 << 20
 _MOST_PARTS: Final = 1023
 _LAYER: Final = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(?=\.)()", re.DOTALL)
 _EXPERT: Final = re.compile(
@@ -53,11 +51,10 @@ _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 def read_toml(path: PurePath) -> dict[str, object]:
     """Read a small TOML file of rules; raises `CheckpointError` if it is not one."""
     try:
-        return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
+        return parse_toml(read_input_file(path, MAX_TOML_BYTES).decode("utf-8-sig"))
     except InputFileError as error:
         raise CheckpointError(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        # Besides its own error: numbers of thousands of digits, and what nests too deep.
+    except ValueError as error:
         raise CheckpointError(
             f'{path}: is not TOML: {error}; write one rule a line: "*.weight" = "[S(tp),R]"'
         ) from None

@@ -6,7 +6,7 @@ than they are read.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any, Final
@@ -27,7 +27,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into
-from shardspec.checkpoint.convert.numeric import narrow, numbers
+from shardspec.checkpoint.convert.numeric import narrow, numbers, strips
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import bits_type, item_bytes
@@ -217,20 +217,30 @@ class Recast(ComputedMatrices):
         )
         return StoredTensor(tensor.name, tensor.shape, self.dtype, None, (), tuple(boxes))
 
-    def values(self, matrix: int, row: int, column: int, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return numbers of a part of a matrix, from a row and a column on."""
+    def parts(
+        self, matrix: int, row: int, column: int, shape: tuple[int, ...]
+    ) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """Yield ranges of rows of a part, which starts at a row and a column, and their numbers."""
         raw = self._source.rows(matrix, row, row + shape[0], ((column, column + shape[1]),))
-        made = numbers(raw.reshape(-1).view(np.uint8), self._source.tensor.dtype)
-        return made.astype(self.wide, copy=False).reshape(shape)
+        for rows in strips(*shape):
+            made = numbers(raw[rows].reshape(-1).view(np.uint8), self._source.tensor.dtype)
+            yield rows, made.astype(self.wide, copy=False).reshape(-1, shape[1])
 
-    def put(self, values: NDArray[Any], out: NDArray[Any]) -> None:
-        """Fill `out` with numbers, rounded to the dtype."""
-        with np.errstate(all="ignore"):
-            out[...] = narrow(values, self.dtype).view(out.dtype).reshape(out.shape)
+    def round(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers rounded to the dtype."""
+        made = narrow(np.ascontiguousarray(values).reshape(-1), self.dtype)
+        return numbers(made, self.dtype).reshape(values.shape)
+
+    def change(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
+        """Change numbers in place, from a row and a column on; subclasses override it."""
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with a part of a matrix, from a row and a column on."""
-        self.put(self.values(matrix, row, column, out.shape), out)
+        with np.errstate(all="ignore"):
+            for rows, values in self.parts(matrix, row, column, out.shape):
+                self.change(values, matrix, row + rows.start, column)
+                made = narrow(values, self.dtype).view(out.dtype)
+                out[rows] = made.reshape(values.shape)
 
 
 class ComputedCatalog(DerivedCatalog):

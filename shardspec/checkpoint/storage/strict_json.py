@@ -10,6 +10,7 @@ from typing import Any, Final, Never, TypeVar, cast
 
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.errors import CheckpointError
+from shardspec.input_files import MAX_JSON_BYTES
 from shardspec.text import shown
 
 _Kind = TypeVar("_Kind")
@@ -18,7 +19,6 @@ _ROOM_BYTES: Final = 448 << 20
 """Maximum memory of a text and its values: a safetensors header of some 400,000 tensors."""
 _COSTS: Final = {b"[": 72, b"{": 72, b":": 120, b",": 40, b'"': 24}
 """Roughly the memory for what follows each of these characters."""
-_MOST_CONFIG_BYTES: Final = 1 << 24
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -148,7 +148,7 @@ def json_beside(directory: StoragePath, name: str) -> object:
     if not (directory / name).is_file():
         return None
     with file_inside(directory, name, directory).open() as file:
-        data = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
+        data = file.read(0, min(file.num_bytes, MAX_JSON_BYTES))
     with suppress(ValueError, RecursionError):
         return json.loads(data)
     return None
