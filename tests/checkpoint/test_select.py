@@ -91,7 +91,7 @@ def test_patterns_that_match_nothing_are_refused(source):
         ),
         ({"rename": [("a", r"\9")]}, "cannot rename by .*: invalid group reference 9"),
         ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),
-        ({"include": ["rope"], "rename": [(".*", "")]}, "would have no name left"),
+        ({"include": ["rope"], "rename": [(".*", "")]}, "would get an empty name"),
         ({"threads": 0}, "0 threads write nothing"),
         ({"format": "zip"}, "there is no format 'zip'"),
         ({"include": ["rope"], "rename": [("rope", "r"), ("[", "")]}, "cannot rename by"),
