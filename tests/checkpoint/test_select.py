@@ -84,7 +84,7 @@ def test_patterns_that_match_nothing_are_refused(source):
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
         ({"include": []}, "include is empty; leave it out"),
-        ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left"),
+        ({"include": ["rope"], "exclude": ["r*"]}, "none of the .* tensors of .* is selected"),
         (
             {"rename": [("(", "")]},
             r"cannot rename by the regular expressions \[\('\(', ''\)\]: missing \)",
