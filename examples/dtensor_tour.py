@@ -104,7 +104,7 @@ say("== 4. Operations find their layouts; a sum is taken where one is needed")
 a = shardspec.rand(8, 16, device_mesh=grid, sharding_spec="[S(dp),S(tp)]")
 b = shardspec.rand(16, 4, device_mesh=grid, sharding_spec="[S(tp),R]")
 with naming(f"{a.layout.labelled_spec} @ {b.layout.labelled_spec}"):
-    product = a @ b
+    product: Any = a @ b
 say(f"    = {product.layout.labelled_spec}: sums wait over tp")
 with naming(f"relu of {product.layout.labelled_spec}"):
     positive: Any = torch.relu(product)

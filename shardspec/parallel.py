@@ -1,4 +1,4 @@
-"""Modules sharded by rules."""
+"""Shards the parameters and activations of modules by rules."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,32 +48,31 @@ def distribute_module(
     Parameters and buffers become torch DTensors, for torch's optimizers, `fully_shard` and
     distributed checkpoints. Those that no rule matches, or that `partition_fn` leaves unchanged,
     are replicated. Meta tensors stay without data, and a torch DTensor on `device_mesh` is
-    redistributed. Dropout draws the same numbers on all devices that hold the same box, and
-    different numbers for other boxes.
+    redistributed. Dropout draws equal numbers on all devices with the same box, and different
+    numbers for different boxes.
 
-    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec, which
-    torch's optimizers do not take.
+    Without a job one process simulates the mesh. Parameters are then DTensors of shardspec.
 
     Parameters
     ----------
     module
         The module; its tensors have the same names, shapes and dtypes on every rank.
     device_mesh
-        The devices; for a module that `fully_shard` will shard too, the slice of the other axes,
-        such as ``mesh["tp"]``.
+        The devices. If `fully_shard` will shard the module too, a slice of the mesh without its
+        axes, such as ``mesh["tp"]``.
     rules
         Name pattern to spec (see `shardspec.match_rules`); names are those of ``state_dict()``. A
         function here is the `partition_fn`, as in torch.
     input_fn, output_fn
-        Called before and after the module's forward with module, inputs or output, and mesh; what
-        they return replaces inputs or output. See `inputs_as` and `outputs_as`.
+        Called before and after the module's forward with module, inputs or output, and mesh; their
+        results replace inputs or output. See `inputs_as` and `outputs_as`.
     partition_fn
         Called as ``partition_fn(name, submodule, mesh)``, or without the mesh, for every submodule,
         the module first. It replaces parameters by ``nn.Parameter(distribute_tensor(...))``, or
         calls ``submodule._apply``.
     outputs
-        Name pattern of submodules to the spec that their output is redistributed to. This shards
-        activations where propagation alone would not, as in sequence parallelism.
+        Name pattern of submodules to the spec of their output, as in sequence parallelism. The
+        output is redistributed to it.
     src_rank
         The rank whose values are used, as for `DTensor`.
 
@@ -168,9 +167,9 @@ def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -
 
 
 def _takes(function: Callable[..., object], what: str, most: str, fewer: str) -> bool:
-    """Return whether a function takes the longer list of arguments.
+    """Return True if a function takes the longer list of arguments, False if the shorter one.
 
-    Raises `LayoutError` if it takes neither list.
+    Raises `LayoutError` if it takes neither.
     """
     signature = inspect.signature(function)
     for arguments in (most, fewer):
@@ -184,12 +183,16 @@ def inputs_as(spec: SpecLike) -> InputFn:
     """Return an `input_fn` that takes each rank's tensors as shards of this spec.
 
     DTensors are unchanged. Dims of a tensor beyond those of the spec are replicated.
+
+    >>> (x,) = inputs_as("[S0]")(nn.Identity(), (torch.ones(2, 3),), DeviceMesh([0]))
+    >>> str(x.layout.spec)
+    '[S0,R]'
     """
     target = _checked(spec)
 
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         def shard_of(value: object) -> object:
-            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
+            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor | DTensor):
                 return value
             sharded = DTensor.from_local(value, mesh, _for_dims(target, value.dim()))
             return sharded if sharded.is_simulated else sharded.to_torch()
@@ -202,8 +205,13 @@ def inputs_as(spec: SpecLike) -> InputFn:
 def outputs_as(spec: SpecLike) -> OutputFn:
     """Return an `output_fn` that redistributes tensors to this spec and returns each rank's shard.
 
-    The gradient that arrives at a shard is that of its box; see `shardspec.tensor.dtensor`. Where
-    one process has all shards, it returns the DTensor.
+    The gradient of a shard is that of its box; see `shardspec.tensor.dtensor`. If one process has
+    all shards, the function returns the DTensor.
+
+    >>> mesh = DeviceMesh(range(2))
+    >>> x = DTensor(torch.ones(4, 2), mesh, "[S0,R]")
+    >>> str(outputs_as("[R,R]")(nn.Identity(), x, mesh).layout.spec)
+    '[R,R]'
     """
     target = _checked(spec)
 
@@ -222,7 +230,7 @@ def outputs_as(spec: SpecLike) -> OutputFn:
 
 
 class _DropoutHooks:
-    """Hooks that give dropout our DTensor, which draws equal numbers for copies of a box."""
+    """Hooks that give dropout a DTensor of shardspec, to draw equal numbers for copies of a box."""
 
     def __init__(self) -> None:
         self._was_torchs = False
@@ -238,7 +246,7 @@ class _DropoutHooks:
 
 
 def _finish_masked(_module: nn.Module, _inputs: object, output: object) -> object:
-    """Finish the sum of an embedding that is sharded by rows, which torch can do only once."""
+    """Finish the sum of an embedding sharded by rows, which torch can do only once."""
     return in_our_words(output) if isinstance(output, TorchDTensor) else output
 
 

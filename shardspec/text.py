@@ -289,7 +289,7 @@ def _width(cell: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument named in an error: ``ranks=4`` in Python, ``--ranks 4`` on the command line."""
+    """An argument named in an error: ``ranks=4`` in Python, the option of it as a command."""
 
     name: str
     value: object = None

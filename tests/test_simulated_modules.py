@@ -65,3 +65,19 @@ def test_shards_go_in_and_a_tensor_of_all_shards_comes_out():
     assert str(y.layout.labelled_spec) == "[S(dp),R]"
     alone = module.weight.to_global(), module.bias.to_global()
     torch.testing.assert_close(y.to_global(), nn.functional.linear(x.repeat(2, 1), *alone))
+
+
+@pytest.mark.parametrize("spec", ["[S0,S1]", "[R,S01]"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop", "Adafactor"])
+def test_optimizers_of_torch_step_as_in_one_process(kind, spec):
+    weight, rows = torch.randn(6, 5), torch.randn(3, 6)
+    ours, alone = DTensor(weight.clone().requires_grad_(), MESH, spec), weight.requires_grad_()
+    pairs = [(ours, DTensor(rows, MESH, "[R,R]")), (alone, rows)]
+    for tensor, inputs in pairs:
+        optimizer = getattr(torch.optim, kind)([tensor], lr=0.1)
+        for _ in range(3):
+            (inputs @ tensor).sin().square().sum().backward()
+            torch.nn.utils.clip_grad_norm_([tensor], 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.to_global(), alone)

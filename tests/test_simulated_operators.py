@@ -86,7 +86,7 @@ def test_numbers_are_those_of_the_whole():
     assert torch.equal(tensor, tensor)
     assert not torch.equal(tensor, tensor + 1)
     assert len(tensor.split(3)) == 3
-    pending = DTensor.from_local(dict.fromkeys(range(6), WHOLE), MESHES[2, 3], "[R,R|P1]")
+    pending: Any = DTensor.from_local(dict.fromkeys(range(6), WHOLE), MESHES[2, 3], "[R,R|P1]")
     assert (pending + 1).to_global().tolist() == (3 * WHOLE + 1).tolist()
     assert (pending + torch.tensor(1.0).double()).to_global().tolist() == (3 * WHOLE + 1).tolist()
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -229,7 +229,8 @@ def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):
     left, right = torch.arange(15.0).reshape(5, 3), torch.arange(6.0).reshape(3, 2)
 
     def multiplied():
-        return (DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")).full_tensor()
+        product: Any = DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")
+        return product.full_tensor()
 
     assert torch.equal(multiplied(), left @ right)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)
@@ -253,3 +254,32 @@ def test_threads_take_turns():
     for thread in threads:
         thread.join()
     assert results == {1: True, 2: True, 3: True}
+
+
+def test_unbound_methods_are_the_bound_ones():
+    tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
+    methods: Any = torch.Tensor
+    torch.testing.assert_close(methods.mean(tensor).to_global(), WHOLE.mean())
+    assert torch.equal(methods.add(tensor, tensor).to_global(), WHOLE + WHOLE)
+    for name in ("detach", "requires_grad_", "view_as", "__len__", "dim", "__repr__"):
+        arguments = (tensor,) if name == "view_as" else ()
+        unbound, bound = getattr(methods, name)(tensor, *arguments), getattr(tensor, name)
+        assert str(unbound) == str(bound(*arguments)), name
+    assert methods.layout.__get__(tensor) == tensor.layout
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own jvp
+def test_code_of_torch_that_asks_for_no_layout_is_refused():
+    tensor = Cut(WHOLE, MESHES[2, 3], "[S0,S1]")
+    calls: list[Any] = [
+        lambda: torch.vmap(lambda row: row * 2)(tensor),
+        lambda: torch.func.grad(lambda x: (x * 2).sum())(tensor),
+        lambda: torch.func.jvp(lambda x: x * 2, (tensor,), (tensor,)),
+        lambda: torch.func.grad(lambda x: (x * tensor).sum())(torch.ones(1)),
+        lambda: setattr(tensor, "data", tensor),
+        lambda: tensor.untyped_storage(),
+    ]
+    for call in calls:
+        with pytest.raises(LayoutError, match=r"to_local\(\)") as refusal:
+            call()
+        assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Notes that ranks exchange before data moves, and the check that they agree."""
+"""Notes that ranks exchange before data moves, and the check that all are about to do the same."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ NOTE_ROOM: Final = NOTE_BYTES - 512
 """The most bytes of content in a note."""
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
-"""Characters shown of each end of a long word."""
+"""Characters shown from the start and from the end of a long word."""
 _ON_ALL_RANKS: Final = "_shardspec_on_all_ranks"
 
 
@@ -26,7 +26,7 @@ class Note(NamedTuple):
     kind: str
     """"conversion", "value" (to be gathered) or "failed"."""
     members: int
-    """The ranks that exchange notes, as a bit set."""
+    """Bit set of the ranks that exchange notes."""
     device: str = ""
     """Device type of the rank's shards; empty if it has none."""
     content: bytes = b""
@@ -37,12 +37,12 @@ class Note(NamedTuple):
     """Bytes of the complete value."""
 
     def pack(self) -> bytes:
-        """Return the note in at most `NOTE_BYTES`, and a bit for each rank of the job."""
+        """Return the note as bytes: at most `NOTE_BYTES`, plus a bit for each rank of the job."""
         return pickle.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":
-        """Read a packed note, which may be padded."""
+        """Return the note in bytes of `pack`, which may be padded."""
         return cls(*pickle.loads(data))
 
     @property
@@ -57,7 +57,7 @@ class Note(NamedTuple):
         return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
     def is_like(self, other: "Note") -> bool:
-        """Return whether two ranks are about to do the same."""
+        """Return True if two ranks are about to do the same."""
         return self[:2] == other[:2] and self.content == other.content
 
     def __str__(self) -> str:
@@ -69,7 +69,11 @@ class Note(NamedTuple):
 
 
 def description(words: Mapping[str, str]) -> bytes:
-    """Return the content of a conversion's note: a digest of all words, and shortened words."""
+    """Return the content of a conversion's note: a digest of all words, and shortened words.
+
+    >>> json.loads(description({"target": "[S0]"}))["target"]
+    '[S0]'
+    """
     digest = hashlib.sha256(json.dumps(dict(words)).encode()).hexdigest()
     short = {
         name: word if len(word) <= 2 * _HALF else f"{word[:_HALF]} ... {word[-_HALF:]}"
@@ -81,7 +85,11 @@ def description(words: Mapping[str, str]) -> bytes:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return an error as text for other ranks, with its type unless it is a `ShardSpecError`."""
+    """Return an error as text for other ranks, with its type unless it is a `ShardSpecError`.
+
+    >>> failure_text(ValueError("no room")), failure_text(CommunicatorError("no room"))
+    ('ValueError: no room', 'no room')
+    """
     kind = "" if isinstance(error, ShardSpecError) else type(error).__name__
     try:
         return ": ".join(filter(None, [kind, str(error)]))
@@ -90,15 +98,20 @@ def failure_text(error: BaseException) -> str:
 
 
 def on_all_ranks(error: E) -> E:
-    """Mark an error as known to all ranks of the mesh, and return it."""
+    """Mark an error as known to all ranks of the mesh, and return it.
+
+    >>> error = on_all_ranks(ValueError("x"))
+    >>> is_on_all_ranks(error), is_on_all_ranks(error)
+    (True, False)
+    """
     vars(error)[_ON_ALL_RANKS] = True
     return error
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Return whether the other ranks know of an error, so that none of them waits; clear the mark.
+    """Return True if the other ranks know of an error, so none of them waits; clear the mark.
 
-    The mark is cleared because the same object may be raised again by something else.
+    The mark is cleared because other code may raise the same object again.
     """
     return bool(vars(error).pop(_ON_ALL_RANKS, False))
 
@@ -106,8 +119,11 @@ def is_on_all_ranks(error: BaseException) -> bool:
 def check_agreement(notes: Mapping[int, Note]) -> str:
     """Return the device type of the shards, given the notes of all ranks of a mesh.
 
-    Raises `CommunicatorError` if they are not about to do the same, which names a rank, both
-    conversions and the first difference; or if a rank has failed, with its error.
+    Raises `CommunicatorError` if they differ, which names a rank, both conversions and the first
+    difference; or if a rank has failed, with its error.
+
+    >>> check_agreement({0: Note("value", 3, "cpu"), 1: Note("value", 3)})
+    'cpu'
     """
     first, mine = next(iter(notes.items()))
     for peer, note in notes.items():
@@ -129,7 +145,7 @@ def check_agreement(notes: Mapping[int, Note]) -> str:
 
 
 def failed(rank: int, note: Note) -> CommunicatorError:
-    """Return the error to raise on the other ranks when one has failed."""
+    """Return the error to raise on the other ranks after one has failed."""
     return CommunicatorError(
         f"rank {rank} has failed, so the call ends on all ranks of the mesh: {note.failure}"
     )

@@ -1,4 +1,11 @@
-"""A cluster: its links inside and between hosts, and the device ids of each host."""
+"""Clusters: their links inside and between hosts, and the device ids of each host.
+
+>>> cluster = Cluster(Link(3e-6, 1 / 362e9), Link(1e-5, 1 / 48e9), per_node=8)
+>>> round(busiest_seconds([(0, 7, 10**9)], cluster.link) * 1e3, 1)  # milliseconds inside a host
+2.8
+>>> round(busiest_seconds([(0, 8, 10**9)], cluster.link) * 1e3, 1)  # and between hosts
+20.8
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -27,12 +34,12 @@ class Cluster:
     between
         The link between devices of different hosts; None if there is a single host.
     per_node
-        Devices of a host: ids 0 to ``per_node - 1`` share one, and so on. None if all devices
-        share one, or if `hosts` has them.
+        Number of devices per host: ids 0 to ``per_node - 1`` share one, and so on. None if all
+        devices share one, or if `hosts` lists them.
     hosts
         The ids of each host, if not in order; every other device is a host by itself.
     copy_s
-        Seconds in which a device reads and writes a byte of its memory; 0 leaves copies out.
+        Seconds in which a device reads and writes a byte of its memory; 0 ignores copies.
 
     Raises
     ------
@@ -69,32 +76,32 @@ class Cluster:
         """Return a number for the host of a device, equal for devices that share it."""
         if self.per_node is not None:
             return device // self.per_node
-        # Negative numbers are those of devices that no host lists.
+        # Devices that no host lists get negative numbers.
         return self._host_of.get(device, -1 - device) if self.hosts else 0
 
     def by_host(self, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Return the devices of every host, in the given order."""
+        """Return the devices of every host, in the order of `devices`."""
         found: dict[int, list[int]] = defaultdict(list)
         for device in devices:
             found[self.host(device)].append(device)
         return {host: tuple(ids) for host, ids in found.items()}
 
     def crosses(self, a: int, b: int) -> bool:
-        """Return whether two devices are on different hosts."""
+        """Return True if two devices are on different hosts."""
         return self.host(a) != self.host(b)
 
     def link(self, a: int, b: int) -> Line:
-        """Return the seconds a message, and the seconds a byte, between two devices."""
+        """Return the seconds per message and per byte between two devices."""
         return self.far if self.crosses(a, b) else self.near
 
     @property
     def near(self) -> Line:
-        """Seconds a message, and seconds a byte, inside a host."""
+        """Seconds per message and per byte inside a host."""
         return self.inside.latency_s, self.inside.seconds_per_byte
 
     @property
     def far(self) -> Line:
-        """Seconds a message, and seconds a byte, between hosts, through both links."""
+        """Seconds per message and per byte between hosts, through both links."""
         if self.between is None:
             return self.near
         per_byte = max(self.between.seconds_per_byte, self.inside.seconds_per_byte)
@@ -107,7 +114,7 @@ class Cluster:
 
     @property
     def start_s(self) -> float:
-        """Seconds that a step takes to start."""
+        """Seconds to start a step."""
         return max(link.start_s for link in (self.inside, self.between) if link is not None)
 
     def axis_links(self, mesh: DeviceMesh) -> tuple[Link, ...] | None:
@@ -146,8 +153,8 @@ def busiest_seconds(
 ) -> float:
     """Return the seconds of the device, or shared port of a host, that sends or receives longest.
 
-    `messages` have a sender, a receiver and bytes, `link` the seconds of a message and of a byte
-    between the two. `files` are ids that take no time themselves, and are on no host.
+    `messages` are tuples of sender, receiver and bytes; `link` gives the seconds per message and
+    per byte between two ids. `files` are ids that take no time themselves, and are on no host.
 
     >>> cluster = Cluster(Link(0.0, 1.0), Link(0.0, 5.0, port="node"), per_node=2)
     >>> busiest_seconds([(0, 1, 4), (0, 2, 1), (1, 3, 1)], cluster.link, cluster)
@@ -169,9 +176,9 @@ def busiest_seconds(
 
 
 def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return how many devices of an axis share a host, given the host of each device.
+    """Return the number of devices per host along each axis, from the host of each device.
 
-    A host that is used in part counts with what is used of it. None if hosts cut an axis unevenly.
+    Only the devices in the array count. None if hosts cut an axis unevenly.
 
     >>> _devices_per_host(np.arange(16).reshape(4, 4) // 8), _devices_per_host(np.arange(12) // 8)
     ((2, 4), (4,))
@@ -189,7 +196,11 @@ def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
 
 
 def slowest_link(links: Iterable[Link], name: str) -> Link:
-    """Return a link with the largest numbers of several."""
+    """Return a link with the largest latency, seconds per byte and start of several.
+
+    >>> str(slowest_link([Link(1e-5, 1e-11), Link(1e-6, 1e-9)], "both"))
+    'both: 10 µs, 1 GB/s'
+    """
     links = list(links)
     return Link(
         max(link.latency_s for link in links),
@@ -200,9 +211,9 @@ def slowest_link(links: Iterable[Link], name: str) -> Link:
 
 
 def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
-    """Return what several clusters, each with the devices it is about, say of all of them.
+    """Return one cluster for several, each with its devices.
 
-    Raises MeshError if two of them contradict each other about two devices.
+    Raises `MeshError` if two of them contradict each other about two devices.
     """
     clusters = list(dict.fromkeys(cluster for cluster, _ in parts))
     if len(clusters) == 1 and (clusters[0].per_node or not clusters[0].hosts):
@@ -239,8 +250,12 @@ def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
 def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]]) -> Cluster:
     """Return the cluster of meshes whose axes have links of their own.
 
-    An axis with a faster link than the slowest one joins devices of a host, even where the slow
-    axis has one device. Raises MeshError if the same devices have different links on two meshes.
+    Axes with a faster link than the slowest join the devices of a host. Raises `MeshError` if the
+    same devices have different links on two meshes.
+
+    >>> links = Link(1e-5, 1e-10), Link(1e-6, 1e-11)
+    >>> cluster_of_axes([DeviceMesh(range(4), (2, 2))], [links]).hosts
+    ((0, 1), (2, 3))
     """
     each = [
         (link, mesh, axis)

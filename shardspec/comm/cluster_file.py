@@ -1,4 +1,4 @@
-"""Files of links: the links of a cluster as TOML, for presets and for users' own clusters."""
+"""Reads and writes files of links: the links of a cluster as TOML, for presets and users."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """The links of a cluster and the origin of their numbers, as one file has them.
+    """The contents of a file of links: the links of a cluster, and the origin of their numbers.
 
     >>> gather = Curve("all-gather", 2, ((1e-5, 3e-12),), sizes=(1, 9))
     >>> link = Link(1e-6, 1e-11, "own", curves=(gather,))
@@ -43,21 +43,21 @@ class LinkPreset:
 
     name: str
     inside: Link | None
-    """The link between devices of a host; None in a file of a link that joins hosts."""
+    """The link between devices of a host; None in a file of a link between hosts."""
     between: Link | str | None = None
-    """The link between hosts, or the name of the preset that has it; None if unknown."""
+    """The link between hosts, or the name of its preset; None if unknown."""
     per_node: int | None = None
-    """The most devices of a host; None for any number."""
+    """The most devices of a host; None if unlimited."""
     memory_gb_per_s: float | None = None
     """The rate at which devices read or write their memory; None if unknown."""
     scope: str = "cluster"
     """The scope of the link: node, rack, cross-node, torus axis, any."""
     basis: Basis = "measured"
-    """The way in which the numbers were obtained."""
+    """The method by which the numbers were obtained."""
     confidence: Confidence = "medium"
     source: str = ""
     valid_for: str = ""
-    """The conditions under which the numbers hold, and known deviations."""
+    """The conditions under which the numbers are valid, and known deviations."""
     read_on: str = ""
     """The date on which the source was read."""
 
@@ -65,7 +65,7 @@ class LinkPreset:
     def link(self) -> Link:
         """The link inside hosts, or else the one between them."""
         link = self.inside or self.between
-        assert isinstance(link, Link), "a file has one of them"
+        assert isinstance(link, Link), "a file has at least one link"
         return link
 
     def as_dict(self) -> dict[str, object]:
@@ -105,7 +105,7 @@ _ABOUT: Final = ("scope", "basis", "confidence", "source", "valid_for", "read_on
 
 
 def read_links(path: Path) -> LinkPreset:
-    """Return the contents of a file of links; raises `ProfileError` if it is not a valid one."""
+    """Return the contents of a file of links; raises `ProfileError` if the file is invalid."""
     try:
         return _parse(parse_toml(read_input_file(path, MAX_TOML_BYTES).decode()), path.stem)
     except ShardSpecError as error:
@@ -142,7 +142,11 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
 
 
 def link_of_record(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
-    """Return the link that a table of a file states; raises `ProfileError` for a bad value."""
+    """Return the link of a table in a file; raises `ProfileError` for a bad value.
+
+    >>> str(link_of_record({"latency_us": 3, "gb_per_s": 50, "start_us": 0}, "own"))
+    'own: 3 µs, 50 GB/s'
+    """
     if unknown := set(record) - _LINK_KEYS:
         raise ProfileError(
             f"a link has {shown(min(unknown))}; known: {', '.join(sorted(_LINK_KEYS))}"
@@ -177,7 +181,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
-    """Return a number of a file in seconds, or as a part of 1."""
+    """Return a number of a file divided by its unit."""
     number = seconds(value / unit) if _is_number(value) else None
     if number is None:
         raise ProfileError(f"{key} is {shown(value)}, but should be {SECONDS_RULE} s")
@@ -185,7 +189,7 @@ def _scaled(key: str, value: object, unit: float) -> float:
 
 
 def _rate(key: str, value: object) -> float:
-    """Return the seconds a byte of a rate in 10^9 bytes a second."""
+    """Return the seconds per byte of a rate in 10^9 bytes per second."""
     per_byte = seconds(1 / (value * 1e9)) if _is_number(value) and value > 0 else None
     if per_byte is None:
         raise ProfileError(f"{key} is {shown(value)}; give 10^9 bytes a second, above 0")
@@ -220,7 +224,7 @@ def _curve_record(curve: Curve, *, alike: bool) -> dict[str, object]:
 
 
 def _short(number: float) -> float:
-    """Return a number with six digits, which is more than any measurement has."""
+    """Return a number rounded to six digits; no measurement has more."""
     return float(f"{number:.6g}")
 
 
@@ -243,7 +247,7 @@ def _toml(value: object) -> str:
 def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...], Any]:
     """Return the mesh shape, the link of each axis, and the link model of a profile in JSON.
 
-    Raises `ProfileError` if there is no such file, or it is no profile.
+    Raises `ProfileError` if the file is missing or not a profile.
     """
     try:
         root = json.loads(read_input_file(path, MAX_JSON_BYTES))
@@ -265,7 +269,7 @@ def _parse_earlier(root: Any) -> tuple[tuple[int, ...], tuple[Link, ...], Any]: 
         raise ProfileError(f"link_model is {shown(model)}; known are 'ring' and 'shared-bus'")
     links = []
     for axis, fit in enumerate(root["fits"][model]["links"]):
-        # A bus is shared by the bytes of all devices.
+        # The bytes of all devices share the bus.
         sharing = prod(shape) if model == "shared-bus" else 1
         curves = [
             {

@@ -1,4 +1,4 @@
-"""Communicators, which execute steps; the simulated one holds all devices in one process."""
+"""Communicators, which execute steps; the simulated one has all devices in one process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Communicator(ABC):
-    """Runs steps on the shards of the `addressable` devices, which this process holds.
+    """Runs steps on the shards of this process, those of its `addressable` devices.
 
-    These are all devices of a simulated communicator, and the own rank of one over
-    `torch.distributed`. All processes of the mesh call all methods in the same order.
+    In a simulated communicator these are all devices; over `torch.distributed` it is the own rank.
+    All processes of the mesh call all methods in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def addressable(self) -> tuple[int, ...]:
-        """Physical ids whose shards live in this process."""
+        """Physical ids of the devices whose shards are in this process."""
 
     @abstractmethod
     def run(
@@ -51,33 +51,36 @@ class Communicator(ABC):
         device: str,
         values: Mapping[int, T] | None = None,
     ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
-        """Enter a conversion, within which steps are run, once all processes agree on it.
+        """Enter a conversion once all processes agree on it; steps run inside.
 
-        Yields the device type of all shards, and the result of `gather` for `values` if given;
-        short values need no further exchange.
+        Yields the device type of all shards, and the result of `gather` for `values`; short values
+        need no further exchange.
 
         `content` is a `shardspec.comm.agreement.description` of the conversion, and `device` the
         device type of this process's shards, empty if it has none. Every process raises
-        `CommunicatorError` if one passes different content or does not answer. So does a process
-        of which another thread is in a conversion. A single process always agrees.
+        `CommunicatorError` if one passes different content or does not answer, and a process does
+        if another of its threads is in a conversion. A single process always agrees.
         """
         return nullcontext((device, values or {}))
 
     def telling(self) -> AbstractContextManager[None]:
         """Send any error raised within the block to the other processes.
 
-        Instead of waiting for this process they raise a `CommunicatorError` that names it. Of
+        Instead of waiting for this process they raise a `CommunicatorError` that names it. In
         nested blocks only the outermost has an effect.
         """
         return nullcontext()
 
     @abstractmethod
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return the picklable value of each device of the mesh, in its order; also a barrier."""
+        """Return the value of each device in the order of the mesh; also a barrier.
+
+        Values must be picklable.
+        """
 
 
 class SimulatedCommunicator(Communicator):
-    """A `Communicator` that holds every device's shard, for tests, notebooks and one-host work.
+    """A `Communicator` with the shards of all devices, for tests, notebooks and one-host work.
 
     Parameters
     ----------
@@ -127,7 +130,7 @@ class SimulatedCommunicator(Communicator):
         return results
 
     def on(self, mesh: DeviceMesh) -> "SimulatedCommunicator":
-        """Return the communicator that holds every device of another mesh."""
+        """Return the simulated communicator of another mesh."""
         return SimulatedCommunicator(mesh)
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:

@@ -1,4 +1,4 @@
-"""Consensus of several processes: all of them go on, or all raise the same error."""
+"""Consensus of several processes: all of them continue, or all raise the same error."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -11,25 +11,31 @@ from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 T = TypeVar("T")
 
 _LONG: Final = 200
-"""Characters of a value that an error shows."""
+"""Maximum characters of a value in an error."""
 _FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
-"""Errors of reading, writing and torch. Other errors are raised unchanged where they happen, and
-the other ranks fail too."""
+"""Errors of reading, writing and torch. The rank with another error raises it unchanged, and the
+other ranks fail too."""
 
 
 class Failure(NamedTuple):
     """The report of an error that a rank sends to the others."""
 
     kind: type[ShardSpecError]
-    """The error that all raise."""
+    """Class of the error that all ranks raise."""
     text: str
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
-    """Run `act` in every process of the mesh, and go on only if it worked in all of them.
+    """Run `act` in every process of the mesh; return its result if it worked in all of them.
 
-    `act` must not communicate. If it fails anywhere, every rank raises CheckpointError, which names
-    the first such rank, or OutputExistsError if that was one. A process outside acts for itself.
+    `act` must not communicate. If it fails anywhere, every rank raises `CheckpointError`, which
+    names the first such rank, or `OutputExistsError` if that rank did. A process outside the mesh
+    runs `act` by itself.
+
+    >>> from shardspec import DeviceMesh, SimulatedCommunicator
+    >>> communicator = SimulatedCommunicator(DeviceMesh(range(2)))
+    >>> agree(communicator, lambda: 3), check_same(communicator, {"tensor 'w'": "[8]"}, "convert")
+    (3, None)
     """
     if not communicator.addressable:
         return act()
@@ -47,9 +53,9 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
 
 
 def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None) -> None:
-    """Raise the first failure, on every rank the same; return if no rank has failed.
+    """Raise the first failure, the same on every rank; return if no rank has failed.
 
-    `cause` is the error of this rank, which is raised unchanged if it is none of `_FAILURES`.
+    `cause` is the error of this rank; it is raised unchanged if its class is not in `_FAILURES`.
     """
     if cause is not None and not isinstance(cause, _FAILURES):
         raise on_all_ranks(cause)
@@ -61,17 +67,16 @@ def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None)
 
 
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
-    """Raise on every rank if not all of them have the same facts.
+    """Raise `CheckpointError` on every rank if their facts differ; name the first difference.
 
-    Keys of facts are a kind and a name, as in ``"tensor 'w'"``. The first
-    that differs is named.
+    Keys of facts are a kind and a name, as in ``"tensor 'w'"``.
     """
     digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
     ranks = communicator.addressable
     digests = communicator.gather(dict.fromkeys(ranks, digest))
     if len(set(digests.values())) == 1:
         return
-    # The long lists are only sent now.
+    # The long lists are sent only after digests differ.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
     differ = dict(every[first].items() ^ every[other].items())

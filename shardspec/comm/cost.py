@@ -1,8 +1,13 @@
-"""The cost model: seconds of steps, from measured collectives or else from ring formulas.
+"""Prices steps in seconds, by measured collectives or else by ring formulas.
+
+>>> from shardspec.comm.steps import AllGather
+>>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
+>>> [f"{model.step_seconds(AllGather(0, (axis,)), 10**6) * 1e6:.1f} µs" for axis in (0, 1)]
+['30.0 µs', '6.0 µs']
 
 docs/plans.md has the formulas and their sources. The link between two devices has the largest alpha
-and beta among the axes on which they differ. The start-up of links and the copies that pack and
-unpack (`shardspec.comm.curves.copies`) are added.
+and beta among the axes on which they differ. Prices also include the start-up of links, and the
+copies that pack and unpack (`shardspec.comm.curves.copies`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +41,7 @@ from shardspec.text import shown
 Links: TypeAlias = str | Sequence[str] | Cluster
 """The name of a preset, one name per axis, or a cluster."""
 Tier: TypeAlias = tuple[tuple[Link, int], ...]
-"""Links inside nodes, or between them, with the number of devices of a group that each joins."""
+"""Links inside nodes, or between them, each with the number of devices along it in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class CostModel:
     Parameters
     ----------
     mesh_shape, links
-        Devices along each axis, and the link of each axis.
+        Number of devices along each axis, and the link of each axis.
     link_model
         ``"ring"``: every group has dedicated links. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
@@ -58,7 +63,7 @@ class CostModel:
     Raises
     ------
     MeshError
-        If the number of links is not that of the axes, or a number is out of range.
+        If there is not one link per axis, or a number is out of range.
 
     Examples
     --------
@@ -102,9 +107,9 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, links: Links | None = None) -> "CostModel":
-        """Return the model of `links`, of a mesh's own, or by default of hosts of eight H100.
+        """Return the model of `links`, else of the mesh's own links, else of hosts of eight H100.
 
-        Raises `MeshError` if links do not fit the mesh, as where hosts cut an axis unevenly.
+        Raises `MeshError` if links do not fit the mesh, for example if hosts cut an axis unevenly.
 
         >>> cluster = Cluster(Link(3e-6, 3e-12, "NVLink"), Link(1e-5, 2e-11, "network"), 8)
         >>> CostModel.of_mesh(DeviceMesh(range(16), (4, 4)), cluster).group([0])
@@ -121,8 +126,8 @@ class CostModel:
         If more devices share a link inside nodes than fit in a node, they fill several nodes in
         the order of their ids, joined by `LinkPreset.between`.
 
-        `copies` says whether local copies are priced too; by default they are if a preset has the
-        rate of the devices' memory. Raises `MeshError` for an unknown preset, if no preset has a
+        If `copies` is true, local copies are priced too; by default they are if a preset has the
+        memory rate of its devices. Raises `MeshError` for an unknown preset, if no preset has the
         rate that `copies` requires, and if the nodes, or the link between them, are unknown;
         `ProfileError` for a bad file.
 
@@ -151,7 +156,7 @@ class CostModel:
         """Return the model of a profile in JSON, which earlier versions wrote, on its mesh.
 
         ``shardspec profile`` writes files of links now, for `links=` and any mesh. Raises
-        `ProfileError` if there is no such file, or it is damaged.
+        `ProfileError` if the file is missing or damaged.
         """
         return cls(*read_earlier_profile(Path(path)))
 
@@ -175,7 +180,7 @@ class CostModel:
 
     @property
     def known_error(self) -> str:
-        """A sentence about how far prices of measured collectives are off."""
+        """A sentence about the errors of prices of measured collectives."""
         links = {link for link in self.links if link.error}
         links |= {link.within for link in self.links if link.within and link.within.error}
         if not links:
@@ -210,7 +215,7 @@ class CostModel:
         return "; ".join(texts)
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return those of some axes that have more than one device, ascending."""
+        """Return the axes with more than one device, ascending."""
         return tuple(axis for axis in sorted(axes) if self.mesh_shape[axis] > 1)
 
     def _count(self, axes: Iterable[int]) -> int:
@@ -232,7 +237,7 @@ class CostModel:
         inside, across = self._tiers(axes)
         if not across:
             return self._curve_inside(kind, inside, self._count(axes))
-        # Over several hosts only what was measured on as many hosts and devices.
+        # Over several hosts, only curves measured on the same numbers of hosts and devices.
         group = kind, self._count(axes), self.group(axes)[0]
         known = (curve for link, _ in across for curve in link.curves)
         return next((c for c in known if (c.kind, c.devices, c.nodes) == group), None)
@@ -261,7 +266,7 @@ class CostModel:
             # Unmeasured numbers of devices are interpolated over several nodes too.
             near, far = (self._over_nodes(kind, inside, across, nodes, n) for n in (below, above))
             lines = curves.lines_between(near, far, (per_node - below) / (above - below))
-        # Devices of several nodes take no less than as many in one, or than a full one.
+        # Several nodes are never faster than one node with all their devices, or a full one.
         room = min(link.room or 1 for link, _ in inside)
         alone = self._curve_inside(kind, inside, min(nodes * per_node, room))
         if alone is None:
@@ -286,7 +291,7 @@ class CostModel:
             latency += more * (2 if kind == "all-reduce" else 1)
         lines = (self._ring(kind, inside),) if curve is None else curve.lines_by_shard()
         if kind == "all-to-all":
-            # The part that stays in the node, and the part that leaves by the device's port.
+            # The shares of the bytes that stay in the node, and that leave by the device's port.
             grown, far = per_node / n, (n - per_node) / n * beta
         else:
             # One ring through all devices; the devices of a node forward it together.
@@ -299,7 +304,7 @@ class CostModel:
         n = prod(n for _, n in tier)
         start = max(link.start_s for link, _ in tier)
         if kind == "all-to-all" and self.link_model == "ring":
-            # Peers that differ on the same axes cost the same.
+            # Peers that differ on the same axes have the same price.
             fixed = per_byte = 0.0
             for differing in chain(*(combinations(tier, k + 1) for k in range(len(tier)))):
                 peers = prod(n - 1 for _, n in differing)
@@ -316,11 +321,11 @@ class CostModel:
 
 
 def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
-    """Return the link whose curves price a step; None if nothing like it was measured.
+    """Return the link whose curves price a step; None if no such step was measured.
 
     >>> from shardspec.comm.steps import AllGather
     >>> model = CostModel.from_presets(DeviceMesh(range(72)), ["gb200-nvl72"])
-    >>> measured_link(model, AllGather(0, (0,)), 1 << 20) is None  # 2 and 4 devices were
+    >>> measured_link(model, AllGather(0, (0,)), 1 << 20) is None  # curves: 2 and 4 devices
     True
     """
     kind, axes = curves.kind_of(step), model._long(step.axes or range(len(model.links)))
@@ -347,20 +352,25 @@ def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
 
 
 def slowest_costs(model: CostModel, axes: Iterable[int]) -> tuple[float, float]:
-    """Return the largest latency and the largest cost a byte among some axes."""
+    """Return the largest latency and the largest seconds per byte among some axes.
+
+    >>> model = CostModel((2, 4), (Link(1e-5, 1e-12), Link(1e-6, 2e-11)))
+    >>> slowest_costs(model, [0, 1]), pair_line(model, 1), exchange_start(model)
+    ((1e-05, 2e-11), (1e-06, 2e-11), 0.0)
+    """
     each = [(model.links[axis].latency_s, _per_byte(model, model.links[axis])) for axis in axes]
     return max(alpha for alpha, _ in each), max(beta for _, beta in each)
 
 
 def _per_byte(model: CostModel, link: Link) -> float:
-    """Return the seconds per byte of a link, whose port the devices of a node may share."""
+    """Return the seconds per byte of a link, times the devices of a node if they share its port."""
     each = zip(model.mesh_shape, model.links, strict=True)
     inside = prod(other.per_node if other.port else n for n, other in each)
     return link.seconds_per_byte * (inside if link.port == "node" else 1)
 
 
 def pair_line(model: CostModel, axis: int) -> Line:
-    """Return the line of sending to one device while receiving from another, along an axis."""
+    """Return the price of sending to one device while receiving from another, along an axis."""
     link = model.links[axis]
     known = link.curves if model.link_model == "ring" else ()
     for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
@@ -372,15 +382,15 @@ def pair_line(model: CostModel, axis: int) -> Line:
 
 
 def exchange_start(model: CostModel) -> float:
-    """Return the seconds that an exchange takes to start."""
+    """Return the seconds to start an exchange."""
     each = zip(model.mesh_shape, model.links, strict=True)
     return max((link.start_s for n, link in each if n > 1), default=0.0)
 
 
 def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
-    """Return the axes with a slower link than an axis that cuts the source.
+    """Return the axes whose link is slower than that of an axis in `cut`.
 
-    Replicas along these axes do not share the sending of an exchange, which would slow it down.
+    Replicas along these axes do not share the sending of an exchange; it would be slower.
 
     >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
     >>> slower_axes(model, [1]), slower_axes(model, [0])
@@ -393,7 +403,11 @@ def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
 
 
 def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
-    """Return the model of a mesh reduced to some axes; the others must have one device."""
+    """Return the model of a mesh reduced to some axes; the others must have one device.
+
+    >>> model_on_axes(CostModel((2, 1), (Link(1e-5, 0), Link(0, 0))), [0]).mesh_shape
+    (2,)
+    """
     shape, links = model.mesh_shape, model.links
     return replace(
         model,
@@ -403,7 +417,11 @@ def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
 
 
 def accuracy_text(links: Iterable[Link]) -> str:
-    """Return the error of prices by the curves of some links, as text."""
+    """Return the errors of the curves of some links as text.
+
+    >>> accuracy_text([Link(1e-5, 1e-11, "ib", error=(0.07, 0.2))])
+    'ib is 7 % off at the median, 20 % at the 90th percentile'
+    """
     return "; ".join(
         sorted(
             f"{link.name.removeprefix(presets.ASSUMED)} is {link.error[0] * 100:.0f} % off at the "
@@ -419,8 +437,13 @@ def models_on(
 ) -> dict[DeviceMesh, CostModel]:
     """Return the cost model of each mesh; all of them share one cluster.
 
-    `links` are those of all meshes; by default each has its own, and a mesh without links those of
-    the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+    `links` are those of all meshes; by default each has its own, and a mesh without links has those
+    of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+
+    >>> meshes = DeviceMesh(range(8)), DeviceMesh(range(8, 16))
+    >>> first, second = models_on(meshes, "h100-nvswitch").values()
+    >>> first.cluster == second.cluster
+    True
     """
     return dict(_models_of(tuple(dict.fromkeys(meshes)), _hashable(links)))
 
@@ -475,9 +498,9 @@ def _models_of(
 
 
 def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
-    """Return the model of a mesh on a cluster or on the preset of a name, by default the assumed.
+    """Return the model of a mesh on a cluster or a preset, by default on the assumed cluster.
 
-    Where nothing is said and hosts do not divide the mesh evenly, every axis joins hosts.
+    If hosts of the assumed cluster cut the mesh unevenly, every axis joins hosts.
     """
     if isinstance(links, Cluster):
         return _of_cluster(mesh, links)

@@ -1,9 +1,12 @@
-"""Links of mesh axes, and curves of collectives measured along them.
+"""Links of mesh axes, and curves that price the collectives measured along them.
+
+>>> curve = Curve("all-gather", 8, ((1e-5, 4e-12), (4e-5, 2e-12)), (512, 1 << 30))
+>>> [round(curve.seconds(num_bytes) * 1e6) for num_bytes in (10**6, 10**9)]  # microseconds
+[14, 2040]
 
 A curve is the minimum of a few lines ``latency + bytes * seconds_per_byte``: communication
-libraries have a protocol of low latency and one of high bandwidth. Bytes are those of the whole
-buffer, as nccl-tests counts them: the gathered or reduced data, or one rank's data in an
-all-to-all.
+libraries have a protocol of low latency and one of high bandwidth. Bytes are those of the global
+buffer, as in nccl-tests: the gathered or reduced data, or one rank's data in an all-to-all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,9 +27,9 @@ KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _KIND_OF: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
 PERMUTE_KIND: Final = "permute"
-"""A curve of sending a whole shard to one device while receiving another's."""
+"""Kind of a curve for sending a shard to one device while receiving another."""
 EXCHANGE_KIND: Final = "exchange"
-"""A curve of an exchange that moves the boxes of an all-to-all."""
+"""Kind of a curve for an exchange that moves the boxes of an all-to-all."""
 
 Line: TypeAlias = tuple[float, float]
 """Fixed seconds, and seconds per byte."""
@@ -40,16 +43,16 @@ class Curve:
     devices: int
     lines: tuple[Line, ...]
     sizes: tuple[int, int]
-    """The least and the most bytes that were measured; (0, 0) where nothing was."""
+    """The least and the most bytes that were measured; (0, 0) without measurements."""
     nodes: int = 1
-    """Hosts that the devices are on, as many on each."""
+    """Number of hosts, each with the same number of the devices."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds for a buffer of `num_bytes`."""
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def lines_by_shard(self) -> tuple[Line, ...]:
-        """Return the lines over the bytes of a shard before the step."""
+        """Return the lines as functions of the bytes of a shard before the step."""
         factor = whole(self.kind, self.devices)
         return tuple((fixed, slope * factor) for fixed, slope in self.lines)
 
@@ -61,28 +64,28 @@ class Link:
     Parameters
     ----------
     latency_s, seconds_per_byte
-        Seconds a message, and the inverse of the bandwidth in one direction.
+        Seconds per message, and the inverse of the bandwidth in one direction.
     name
         The origin of the numbers.
     start_s
-        Seconds that a step takes to start, in addition to its messages.
+        Seconds to start a step, in addition to its messages.
     curves
         Measured curves of collectives along such links, used instead of the numbers.
     port
-        For an axis that joins nodes: whether each device has a port, or a node shares one.
+        For an axis that joins nodes: "device" if each device has a port, "node" if they share one.
     per_node, within
-        For an axis that joins nodes: how many of its devices are in one node, and their link.
+        For an axis that joins nodes: the number of its devices in one node, and their link.
     room
-        For a link inside nodes: how many devices a node has at most, if that is known.
+        For a link inside nodes: the most devices of a node; None if unknown.
     error
-        Relative error of the curves at the median and at the 90th percentile, over times that
-        their fit had not seen; None if unknown.
+        Relative error of the curves at the median and at the 90th percentile, over times not used
+        in the fit; None if unknown.
 
     Raises
     ------
     MeshError
-        If a number is negative, not finite, or neither 0 nor from 1e-100 to 1e9, or several devices
-        are in a node whose link is not given.
+        If a number is neither 0 nor from 1e-100 to 1e9, or `per_node` is above 1 without `port` and
+        `within`.
 
     Examples
     --------
@@ -142,22 +145,26 @@ class Link:
 
 
 def share(kind: str, devices: int) -> Fraction:
-    """Return the bytes that a device receives per byte of the whole buffer."""
+    """Return the bytes that a device receives per byte of the whole buffer.
+
+    >>> share("all-gather", 4), share("all-reduce", 4)
+    (Fraction(3, 4), Fraction(3, 2))
+    """
     if kind == PERMUTE_KIND:
         return Fraction(1)
     return Fraction((2 if kind == "all-reduce" else 1) * (devices - 1), devices)
 
 
 def whole(kind: str, devices: int) -> int:
-    """Return the bytes of the whole buffer per byte that a device holds before the step."""
+    """Return the bytes of the whole buffer per byte of a shard before the step."""
     return devices if kind == "all-gather" else 1
 
 
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
-    """Return the curve of a collective on a number of devices, interpolated where not measured.
+    """Return the curve of a collective on a number of devices, interpolated if not measured.
 
-    None below the smallest measured number. Beyond the largest number no size counts as measured.
-    docs/plans.md has the rules.
+    None below the smallest measured number of devices. Above the largest, the curve is
+    extrapolated and its `sizes` are (0, 0). docs/plans.md has the rules.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
@@ -182,7 +189,7 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
 
 
 def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tuple[Line, ...]:
-    """Return lines whose minimum interpolates between two curves, at `part` from near to far.
+    """Return lines whose minimum interpolates between two curves; `part` is 0 at `near`.
 
     >>> lines_between([(10.0, 1.0)], [(30.0, 2.0)], 0.5)
     ((20.0, 1.5),)
@@ -194,9 +201,12 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 
 
 def exchange_floor(curves: Iterable[Curve]) -> Line:
-    """Return the least start and seconds a byte received of an exchange that undercuts no curve.
+    """Return the least start and seconds per received byte at which an exchange beats no curve.
 
-    Only curves of what sends as much as an exchange would count; reductions do not.
+    Curves of reductions do not count, since an exchange sends other bytes.
+
+    >>> exchange_floor([Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))])
+    (1e-05, 2e-12)
     """
     costs = [
         [(fixed, slope / float(share(curve.kind, curve.devices))) for fixed, slope in curve.lines]
@@ -222,7 +232,11 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return the number of copies of its shard that a device makes in a collective."""
+    """Return the number of copies of its shard that a device makes in a collective.
+
+    >>> copies(AllGather(0, (0,)), 4), copies(AllGather(1, (0,)), 4)
+    (0, 4)
+    """
     match step:
         case AllGather(dim):
             return devices if dim else 0
@@ -235,7 +249,7 @@ def copies(step: Step, devices: int) -> int:
 
 
 def kind_of(step: Step) -> str | None:
-    """Return which of `KINDS` a step is; None for one that is not a collective."""
+    """Return the name in `KINDS` of a step; None if it is not a collective."""
     return _KIND_OF.get(type(step))
 
 

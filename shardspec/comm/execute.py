@@ -16,14 +16,14 @@ from shardspec.comm.transfers import DeviceTransfers, Message, all_reduce_halves
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 
 LEAST_BYTES: Final = 256 << 10
-"""The shortest chunk; shorter messages would cost more time than they save memory."""
+"""The least bytes of a chunk; shorter messages would cost more time than they save memory."""
 _SENDER, _RECEIVER = attrgetter("sender"), attrgetter("receiver")
 
 
 def run_transfers(
     transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
 ) -> torch.Tensor:
-    """Execute a step on one device while serving the others; return its new shard."""
+    """Execute a step on one device and send to the others; return its new shard."""
     if isinstance(transfers.step, AllReduce):
         return _all_reduce(transport, transfers, shard)
     result = empty_hugepages(shard, box_shape(transfers.after))
@@ -35,7 +35,7 @@ def run_transfers(
 def _all_reduce(
     transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
 ) -> torch.Tensor:
-    """Reduce one part on every member, then share the parts: as many bytes as a ring sends."""
+    """Reduce one part on every member, then gather the parts; this sends as much as a ring."""
     step = transfers.step
     if shard.is_contiguous():
         flat = shard.view(-1)
@@ -56,7 +56,7 @@ def _stage(
 ) -> Stage:
     """Return the stage of a step: it moves boxes to the result, or addends to buffers.
 
-    The shard may be a part of the result; the result of a reduction may be a part of the shard.
+    Shard and result may share memory.
     """
     me, addends = transfers.device, dict[int, torch.Tensor]()
     count = 1 if op is None else len(transfers.members)
@@ -99,7 +99,7 @@ def _moves(
     transfers: DeviceTransfers, shard: torch.Tensor, result: torch.Tensor, most_bytes: int | None
 ) -> Iterator[Wave]:
     for sends, receives in _rounds(transfers, shard.itemsize, most_bytes):
-        if _share(shard, result):  # the device's own part is already in place
+        if _share(shard, result):  # the own part is already in place
             receives = [copy for copy in receives if copy.sender != transfers.device]
         yield Wave(_grouped(sends, _RECEIVER), _grouped(receives, _SENDER))
 
@@ -112,7 +112,7 @@ def _reductions(
     addends: dict[int, torch.Tensor],
     most_bytes: int | None,
 ) -> Iterator[Wave]:
-    """Yield waves that fill buffers with addends, and combine these after each wave."""
+    """Yield waves that fill buffers with addends; combine the addends after each wave."""
     shares = _share(shard, result)
     memory: dict[int, torch.Tensor] = {}
     for sends, copies in _rounds(transfers, shard.itemsize, most_bytes):
@@ -156,7 +156,7 @@ def _grouped(copies: Iterable[Copy], peer_of: Callable[[Copy], int]) -> dict[int
 def _rounds(
     transfers: DeviceTransfers, item_bytes: int, most_bytes: int | None
 ) -> Iterator[tuple[list[Copy], list[Copy]]]:
-    """Yield what is sent and received in each round: one chunk of every box."""
+    """Yield the sent and the received copies of each round: one chunk of every box."""
     sends, receives = (
         [copy._replace(item_bytes=item_bytes) for copy in side]
         for side in (transfers.outgoing, transfers.incoming)

@@ -1,7 +1,7 @@
-"""The exchange of notes between ranks: one thread of a process at a time, by messages.
+"""Exchanges notes between ranks by messages, in one thread of a process at a time.
 
-A rank that fails sends its error in place of its next note. It also writes the error to the
-store of the process group, where ranks look that wait for it in vain.
+A rank that fails sends its error in place of its next note. It also writes the error to the store
+of the process group; ranks read it there after a timeout.
 """
 
 import json
@@ -35,7 +35,7 @@ _NOTE_TAG: Final = 0x5AD0
 _VALUE_TAG: Final = 0x5AD1
 """The tag of values too long for a note."""
 _PATIENCE_S: Final = 1.0
-"""Time for which a rank that gives up waits for errors that others write to the store."""
+"""Time for which a rank that gives up waits for errors of others in the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,23 +50,23 @@ class Notes:
     _owner: int | None = None
     """The thread that converts."""
     _refused: deque[tuple[Note, Sequence[int]]] = field(default_factory=deque)
-    """Notes of failure still to be sent for threads that were refused, each with its peers."""
+    """Unsent notes of failure, for threads that were refused, each with its peers."""
     _inbox: dict[int, tuple[torch.Tensor, dist.Work]] = field(default_factory=dict)
-    """The next note of each peer, which is awaited before it is needed to arrive sooner."""
+    """The next note of each peer; its receive is posted early, to save time."""
     _skipped: Counter[int] = field(default_factory=Counter)
-    """The number of notes to skip, by peer: they belong to calls that have failed here."""
+    """Stale notes to skip, by peer: answers to calls that failed on this rank."""
     _leaving: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
-    """Notes in flight that nobody waits for."""
+    """Pending sends of notes, kept alive until they complete."""
     _group: dist.ProcessGroup | None = None
     _note_bytes: int = field(default_factory=lambda: NOTE_BYTES + dist.get_world_size() // 8)
     _has_spoken: bool = False
     """True once this rank has written to the store."""
     _given_up: str = ""
-    """The error after which this rank converts nothing more."""
+    """The error after which this rank refuses conversions."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group that carries notes; raises `CommunicatorError` if there is none."""
+        """The process group for notes; raises `CommunicatorError` if there is none."""
         if self._group is None:
             group = self.job.gloo or dist.group.WORLD
             if group is None or "gloo" not in dist.get_backend_config(group):
@@ -91,7 +91,7 @@ class Notes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this thread convert; raises `CommunicatorError` while another one does."""
+        """Let this thread convert; raises `CommunicatorError` while another thread converts."""
         if os.getpid() != self.job.pid:
             raise CommunicatorError(
                 f"this process is a forked child of rank {self.rank} and no rank of the job, so "
@@ -114,7 +114,7 @@ class Notes:
                 )
             yield
             if self._refused:
-                # Other ranks may have met the refused thread instead of this one.
+                # Notes of the refused thread may have reached other ranks instead.
                 raise on_all_ranks(
                     CommunicatorError(
                         "another thread of this process has come to convert meanwhile, so results "
@@ -129,7 +129,7 @@ class Notes:
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
         """Exchange notes with some ranks and return theirs by rank; all of them call this.
 
-        Stops at the first note that is not like this rank's. Raises `CommunicatorError` if a rank
+        Stops at the first note that differs from this rank's. Raises `CommunicatorError` if a rank
         does not answer within the timeout.
         """
         notes: dict[int, Note] = {}
@@ -158,7 +158,7 @@ class Notes:
     def exchange_values(
         self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes to some ranks; return from each as many as `lengths` says."""
+        """Send bytes to the ranks in `lengths`; return `lengths` bytes from each."""
         received = {
             peer: torch.empty(length, dtype=torch.uint8) for peer, length in lengths.items()
         }
@@ -184,13 +184,13 @@ class Notes:
         self._send_refused()
 
     def fail_for(self, error: BaseException, mine: Note, others: Iterable[Note]) -> None:
-        """Send an error to the ranks that wait for this one in a mesh it did not ask for."""
+        """Send an error to ranks that wait for this one in another mesh than that of `mine`."""
         waiting = {rank for note in others if self.rank in note.ranks for rank in note.ranks}
         if waiting - mine.ranks:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
     def _send_refused(self) -> None:
-        """Send notes of failure, unless another thread converts; it will send them at its end."""
+        """Send notes of failure, unless another thread converts and sends them at its end."""
         while self._refused and (self.is_mine or self._lock.acquire(blocking=False)):
             try:
                 note, peers = self._refused.popleft()
@@ -205,7 +205,7 @@ class Notes:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         sent = []
         for peer in peers:
-            with suppress(RuntimeError):  # if the peer has ended, so will the wait for its note
+            with suppress(RuntimeError):  # if the peer has ended, the wait for its note fails too
                 sent.append((tensor, self.group.send([tensor], peer, _NOTE_TAG)))
         return sent
 
@@ -215,7 +215,7 @@ class Notes:
             self._inbox[peer] = buffer, self.group.recv([buffer], peer, _NOTE_TAG)
 
     def _next(self, peer: int) -> Note:
-        """Return the next note of a peer, and await the one after it."""
+        """Return the next note of a peer, and post the receive of the one after it."""
         self._await(peer)
         buffer, work = self._inbox.pop(peer)
         work.wait()
@@ -224,13 +224,13 @@ class Notes:
         return Note.unpack(buffer.numpy().tobytes())
 
     def _speak(self, text: str, *, failed: bool = False) -> None:
-        """Write this rank's state to the store; other ranks quote it if they wait in vain."""
-        with suppress(RuntimeError):  # its server may have ended
+        """Write this rank's state to the store; other ranks quote it after a timeout."""
+        with suppress(RuntimeError):  # the store's server may have ended
             job_store().set(f"shardspec/{self.rank}", json.dumps([failed, text]))
             self._has_spoken = True
 
     def _forget(self) -> None:
-        """Clear this rank's entry in the store, since ranks have agreed."""
+        """Delete this rank's entry in the store, since ranks have agreed."""
         if self._has_spoken:
             self._has_spoken = False
             with suppress(RuntimeError):
@@ -238,9 +238,9 @@ class Notes:
 
     @contextmanager
     def moving(self, transport: Transport, peers: Iterable[int]) -> Iterator[None]:
-        """Let errors quote other ranks; after an error this rank converts nothing more.
+        """Let errors quote other ranks; after an error this rank refuses conversions.
 
-        What has been sent and not received would be taken for a part of the next conversion.
+        The next conversion would receive data that was sent for this one.
         """
         try:
             yield

@@ -1,8 +1,16 @@
-"""Named links of well-known hardware, and the clusters that they make.
+"""Links of well-known hardware by name, and the clusters made of them.
 
-Each preset is a file of links beside this module, of the same kind as a user's own. Its numbers are
+Each preset is a file of links beside this module, in the format of users' files. Its numbers are
 published or fitted to published ones; links measured on your machines are better. Curves price the
-collectives with published times; latency, rate and start price the rest.
+collectives with published times; latency, rate and start price the other steps.
+
+>>> links, cluster = links_of(DeviceMesh(range(16), (2, 8)), ["ib-ndr-per-gpu", "h100-nvswitch"])
+>>> [link.name for link in links], cluster.per_node, preset_cluster("h100-nvswitch").per_node
+(['ib-ndr-per-gpu', 'h100-nvswitch'], 8, 8)
+>>> link_between(link_preset("h100-nvswitch")).name, "tpu-v4" in preset_names()
+('ib-ndr-per-gpu', True)
+>>> assumed_cluster().inside.name, f"{memory_copy_s(['h100-nvswitch']):.2g}"
+('assumed h100-nvswitch', '6e-13')
 """
 
 from collections.abc import Sequence
@@ -20,9 +28,9 @@ from shardspec.text import first_of
 
 _FOLDER: Final = Path(__file__).with_name("links")
 ASSUMED: Final = "assumed "
-"""The prefix of names of links that are assumed rather than given."""
+"""Prefix of the names of links that are assumed by default."""
 DEFAULT_PRESET: Final = "h100-nvswitch"
-"""The preset of nodes that is assumed by default."""
+"""The preset for nodes that is assumed by default."""
 
 
 def preset_names() -> list[str]:
@@ -69,11 +77,11 @@ def link_between(preset: LinkPreset) -> Link | None:
 
 
 def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], Cluster]:
-    """Return the link of each axis of a mesh, by the names of presets, and the hosts they imply.
+    """Return the link of each axis of a mesh, by the names of presets, and the implied cluster.
 
-    If axes inside hosts have more devices together than a host, they fill several hosts in the
-    order of their ids. Raises `MeshError` if hosts do not cut every axis evenly, or if the link
-    between them is unknown.
+    If the axes inside hosts have more devices than a host, they fill several hosts in the order of
+    their ids. Raises `MeshError` if hosts cut an axis unevenly, or if the link between them is
+    unknown.
     """
     chosen = {name: link_preset(name) for name in names}
     links = [chosen[name].link for name in names]
@@ -105,7 +113,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
             if link.port:
                 within = links[axis] if link.within is not None else None
                 links[axis] = replace(link, within=within)
-    # Data that leaves a host also passes the device's link inside the host.
+    # Data sent to another host also passes the device's link inside the host.
     slowest = near.seconds_per_byte
     through = (
         replace(link, seconds_per_byte=max(link.seconds_per_byte, slowest)) if link.port else link
@@ -115,7 +123,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
 
 
 def _unknown_hosts(mesh: DeviceMesh, preset: LinkPreset) -> MeshError:
-    """Return the error of a mesh that is not in one host and fills several unevenly."""
+    """Return the error of a mesh that spans several hosts unevenly."""
     return MeshError(
         f"the nodes of mesh {mesh} are unknown: ids {min(mesh.ids)} to {max(mesh.ids)} are not in "
         f"one node of {preset.per_node} by {preset.name}, and "
@@ -127,9 +135,9 @@ def _unknown_hosts(mesh: DeviceMesh, preset: LinkPreset) -> MeshError:
 def preset_cluster(
     preset: LinkPreset | str, between: str | None = None, per_node: int | None = None
 ) -> Cluster:
-    """Return the cluster of a preset or file of links, and of another preset between its hosts.
+    """Return the cluster of a preset or file of links.
 
-    By default the hosts are those of the preset: `LinkPreset.between` and `LinkPreset.per_node`.
+    `between` and `per_node` replace `LinkPreset.between` and `LinkPreset.per_node`.
     """
     preset = link_preset(preset) if isinstance(preset, str) else preset
     name, memory = preset.name, preset.memory_gb_per_s

@@ -1,4 +1,4 @@
-"""The communicator of a rank over `torch.distributed`: gloo on CPU, NCCL where CUDA is."""
+"""The communicator of a rank over `torch.distributed`: gloo on CPU, NCCL on CUDA."""
 
 import os
 import pickle
@@ -26,23 +26,23 @@ T = TypeVar("T")
 
 
 class ProcessGroupCommunicator(Communicator):
-    """A `Communicator` that holds the shard of one rank.
+    """A `Communicator` with the shard of one rank.
 
     Physical ids are global ranks. Use `of` rather than the constructor, so that a mesh has one
-    communicator per job. Copies and pickles stand for the job's communicator of the mesh.
+    communicator per job. Copies and pickles give the job's communicator of the mesh.
 
     Parameters
     ----------
     mesh
         The devices. If they are all ranks of the job, each rank constructs this at the same point
-        of the program; otherwise ranks outside the mesh need not.
+        of the program; otherwise only the ranks of the mesh do.
 
     Raises
     ------
     CommunicatorError
         If `torch.distributed` is not initialized, the mesh has ids that the job lacks, or
-        ``SHARDSPEC_TRANSPORT`` names no transport. Methods raise it if a peer has ended, or does
-        not answer within the process group's timeout.
+        ``SHARDSPEC_TRANSPORT`` is unknown. Methods raise it if a peer has ended, or does not answer
+        within the process group's timeout.
 
     Notes
     -----
@@ -53,7 +53,7 @@ class ProcessGroupCommunicator(Communicator):
     In a job of four, started by torchrun::
 
         mesh = DeviceMesh(range(4), (2, 2), init_process_group=True)
-        ProcessGroupCommunicator.of(mesh).addressable  # this rank's own id, alone
+        ProcessGroupCommunicator.of(mesh).addressable  # (1,) on rank 1
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -82,18 +82,18 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def addressable(self) -> tuple[int, ...]:
-        """The rank of this process; empty if it is not part of the mesh."""
+        """The rank of this process; empty outside the mesh."""
         return (self._rank,) if self._rank in self.mesh else ()
 
     @property
     def transport_name(self) -> str:
-        """The transport of CPU tensors: "memory" or "messages"; chosen in the first conversion."""
+        """The transport of CPU tensors, "memory" or "messages"; "" before the first conversion."""
         return self._transport_of_mesh().name if self._transport_of_mesh else ""
 
     def transport(self, device: str, *, casts: bool = False) -> Transport:
         """Return the transport for shards on a type of device; all ranks of the mesh call this.
 
-        Shards that are cast on the way travel as messages.
+        Shards that are cast during the transfer are sent as messages.
         """
         if device != "cpu" or casts or not self._peers:
             return Messages()
@@ -110,7 +110,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def moving(self, transport: Transport) -> Iterator[None]:
-        """Wrap the movement of data; after an error this rank converts nothing more."""
+        """Wrap the movement of data; after an error this rank refuses conversions."""
         with self._notes.moving(transport, self._peers):
             yield
 
@@ -207,7 +207,7 @@ class ProcessGroupCommunicator(Communicator):
 def telling_job(devices: Iterable[int] = ()) -> AbstractContextManager[None]:
     """Send errors to ranks of the running job, by default all; see `Communicator.telling`.
 
-    Without a job this does nothing.
+    Does nothing without a job.
     """
     if not dist.is_initialized():
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Memory for the results of steps, reductions, and a check that every element is written."""
+"""Allocates the results of steps, reduces addends, and checks that every element is written."""
 
 import ctypes
 import mmap
@@ -17,7 +17,7 @@ from shardspec.errors import CommunicatorError
 _LARGE_BYTES: Final = 4 << 20
 """The smallest size of a tensor that contains a 2 MiB page at any start address."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""Sums of short floats are kept in a wider type and rounded once."""
+"""Wider dtypes in which short floats are summed; the sum is rounded once."""
 _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -26,13 +26,16 @@ _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "max": torch.maximum,
 }
 _WINDOW_BYTES: Final = 4
-"""Bytes that are compared with the noise at once; a single byte is often equal by chance."""
+"""Bytes per comparison with the noise; a single byte is often equal by chance."""
 
 
 def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return an uninitialized tensor with the dtype and device of another.
 
-    Requests pages of 2 MiB from Linux, since faults of 4 KiB pages take longer than filling them.
+    Requests pages of 2 MiB from Linux: faults of 4 KiB pages take longer than writing the data.
+
+    >>> empty_hugepages(torch.zeros(2, dtype=torch.int8), (3, 4)).shape
+    torch.Size([3, 4])
     """
     result = like.new_empty(shape)
     library = libc()
@@ -68,7 +71,13 @@ def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
 
 
 def combine_into(result: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of addends, in their order, to the result, which may be the first."""
+    """Write the reduction of addends, in their order, to the result, which may be the first.
+
+    >>> result = torch.empty(2)
+    >>> combine_into(result, [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])], "avg")
+    >>> result
+    tensor([2.0000, 3.5000])
+    """
     wider = _WIDER.get(result.dtype)
     total = result if wider is None else torch.empty_like(result, dtype=wider)
     if total.data_ptr() != addends[0].data_ptr():

@@ -1,19 +1,23 @@
-"""The planner: copies of boxes from holders to receivers.
+"""Plans copies of boxes from holders to receivers.
+
+>>> have = {((0, 2),): (0, 1), ((2, 4),): (2,)}  # devices 0 and 1 have rows 0 and 1
+>>> [(copy.box, copy.holders) for copy in find_copies(have, {((0, 4),): [3]})]
+[(((0, 2),), (0, 1)), (((2, 4),), (2,))]
 
 Every plan that moves data consists of such copies. Holders and receivers are devices or files:
 
-- an exchange within the conversion of one tensor copies from devices to devices
+- an exchange in the conversion of one tensor copies from devices to devices
   (`shardspec.comm.transfers`);
-- ``plan_reshard`` does so for a whole state dict (`shardspec.resharding.stages`);
+- ``plan_reshard`` does so for a state dict (`shardspec.resharding.stages`);
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.job.load`);
 - ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.convert.output`);
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.catalog`).
 
-All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted
-box at a time, so that the plan of a large checkpoint need not fit in memory. Which of several
-holders sends it? `Senders` may cut boxes to minimize the load of the busiest holder;
-`whole_senders` keeps each box whole, as files and messages require.
+All of them find the holders of a requested box, and choose one of the holders to send it.
+`overlaps` finds holders lazily, one requested box at a time, so that the plan of a large checkpoint
+need not fit in memory. `Senders` may cut boxes to minimize the load of the busiest holder;
+`whole_senders` does not cut boxes, as files and messages require.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,36 +30,36 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.boxes import Box, box_shape, box_size, intersect
 
 Holders: TypeAlias = tuple[int, ...]
-"""Numbers of the devices or files that hold the same box."""
+"""Numbers of the devices or files that have the same box."""
 
 
 class Copy(NamedTuple):
-    """The same box of some tensors, for one receiver; by default of one tensor."""
+    """The same box of some tensors, by default of one, for one receiver."""
 
     box: Box
-    """In coordinates of the global tensor, or of a view of it."""
+    """The box in coordinates of the global tensor, or of a view of it."""
     holders: Holders
     """All holders of the box; only the sender once it is chosen."""
     receiver: int
     places: Sequence[int] = (0,)
     """Numbers of the tensors."""
     item_bytes: int = 1
-    """Bytes of an element on its way."""
+    """Bytes of an element during the transfer."""
 
     @property
     def sender(self) -> int:
-        """The holder that sends, once it is chosen."""
+        """The holder that sends, once the planner has chosen it."""
         return self.holders[0]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the boxes of all the tensors."""
+        """Bytes of the boxes of all tensors of the copy."""
         return box_size(self.box) * self.item_bytes * len(self.places)
 
 
 _MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
-"""The length at which an outer dim is preferred for cutting a box."""
+"""The least length of an outer dim along which a box is cut, even if an inner dim is longer."""
 _EVEN: Final = 2e-3
 """Fraction by which the busiest holder may exceed the lower bound."""
 _OVERSHOOT: Final = 1.9
@@ -64,10 +68,13 @@ _OVERSHOOT: Final = 1.9
 def overlaps(
     have: Sequence[Box], want: Iterable[Box]
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield every wanted box with the held boxes that it meets: their indices and intersections.
+    """Yield each box of `want` with the boxes of `have` that it meets: indices and intersections.
 
-    Boxes must not be empty. Wanted boxes must be in ascending order of their first rows, as the
-    blocks of one box are, unless the held boxes form a grid, as those of a layout do.
+    Boxes must not be empty. Boxes of `want` must be in ascending order of their first rows, unless
+    the boxes of `have` form a grid, as those of a layout do.
+
+    >>> next(overlaps([((0, 2),), ((2, 4),)], [((1, 3),)]))
+    (((1, 3),), [(0, ((1, 2),)), (1, ((2, 3),))])
     """
     numbers: dict[Box, list[int]] = {}
     for number, box in enumerate(have):
@@ -77,7 +84,7 @@ def overlaps(
     if not apart or prod(map(len, sides)) != len(numbers):
         yield from _swept(have, want)
         return
-    # In a grid, bisection in each dim finds the boxes that a box meets.
+    # In a grid, bisection in each dim finds the overlapping boxes.
     edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     for box in want:
         met = [
@@ -99,7 +106,7 @@ Overlapping: TypeAlias = Callable[
 
 
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Do what `overlaps` does by a sweep along the first dim."""
+    """Yield what `overlaps` yields, by a sweep along the first dim."""
     waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
     near: list[int] = []
     for box in want:
@@ -117,10 +124,10 @@ def find_copies(
     places: Sequence[int] = (0,),
     item_bytes: int = 1,
 ) -> Iterator[Copy]:
-    """Yield the copies that every receiver needs, in ascending order of wanted boxes.
+    """Yield the copies that every receiver needs, in ascending order of boxes in `want`.
 
-    Boxes must not be empty. A receiver copies from itself what it holds already. `overlapping` may
-    be a cached form of `overlaps`; `places` and `item_bytes` are those of the copies.
+    Boxes must not be empty. A receiver copies from itself the parts that it already has.
+    `overlapping` may be a cached form of `overlaps`; copies get `places` and `item_bytes`.
 
     >>> copies = find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]})
     >>> [copy[:3] for copy in copies]
@@ -138,11 +145,11 @@ def find_copies(
 def whole_senders(
     demands: Iterable[tuple[Holders, int]], gives: MutableMapping[int, int]
 ) -> Iterator[int]:
-    """Yield the sender of each of some uncut boxes: the holder that gives least so far.
+    """Yield the sender of each of some uncut boxes: the holder with the least load so far.
 
-    `demands` are pairs of holders and amount. `gives` has what each holder gives already, and is
-    updated. If the largest demands come first, the busiest of those that hold the same boxes gives
-    at most 4/3 of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    `demands` are pairs of holders and amount. `gives` has the load of each holder, and is updated.
+    With the largest demands first, the busiest of holders of the same boxes gets at most 4/3 of the
+    optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     >>> list(whole_senders([((0, 1), 5), ((0, 1), 3), ((0, 2), 4)], {0: 4, 1: 0, 2: 0}))
     [1, 0, 2]
@@ -154,12 +161,15 @@ def whole_senders(
 
 
 def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
-    """Divide bytes among their holders so that the busiest holder gives least.
+    """Return the share of each holder, by set of holders, that minimizes the largest load.
 
-    Returns the share of each holder, by set of holders. Each set in turn levels the loads of its
-    members, given what they send for other sets. This is coordinate descent on the sum of squares,
-    whose minimum also minimizes the maximum. It over-relaxes, because chains of overlapping sets
-    would converge slowly otherwise, and ends within 0.2 % of a lower bound.
+    Each set in turn levels the loads of its members, added to their loads from other sets. This is
+    coordinate descent on the sum of squares, whose minimum also minimizes the maximum. It
+    over-relaxes, because chains of overlapping sets would converge slowly otherwise, and ends
+    within 0.2 % of a lower bound.
+
+    >>> balanced({(0,): 4, (0, 1): 6})
+    {(0,): [4.0], (0, 1): [1.0, 5.0]}
     """
     load = dict.fromkeys((holder for holders in totals for holder in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
@@ -185,7 +195,7 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
 def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> float:
     """Return a lower bound of the busiest holder's load.
 
-    The busiest k holders must give what only they have, so one of them gives at least a k-th of it.
+    Only the busiest k holders can send their boxes, so one of them sends at least a k-th of these.
     """
     loads = sorted(load.values())
     lowest = sorted(
@@ -212,8 +222,8 @@ def _filled(load: Sequence[float], total: float) -> list[float]:
 class Senders:
     """The senders of all bytes if boxes may be cut.
 
-    `demands` are pairs of holders and bytes. The demands on the same holders form one sequence of
-    bytes, in their order, and each of these holders gives one stretch of it.
+    `demands` are pairs of holders and bytes. Demands on the same holders form one sequence of bytes
+    in their order. Each of these holders sends one stretch of it.
 
     >>> senders = Senders([((0,), 4), ((0, 1), 3), ((0, 1), 3)])
     >>> senders.stretches((0, 1), 0, 3)
@@ -236,7 +246,7 @@ class Senders:
             holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
             for holders, shares in balanced(totals).items()
         }
-        """For each set of holders, where the stretch of each holder ends."""
+        """Set of holders to the end of the stretch of each holder."""
 
     def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
         """Return the senders of a range of their holders' sequence, in order, with their bytes."""
@@ -260,7 +270,7 @@ class Senders:
         longest = max(sides, default=1)
         if len(given) == 1 or longest == 1:
             return [(given[0][0], box)]
-        # Rows of an outer dim lie together in memory.
+        # Rows of an outer dim are adjacent in memory.
         dim = next(d for d, side in enumerate(sides) if side >= min(longest, _ENOUGH_ROWS))
         (lo, hi), done, parts = box[dim], 0, []
         at = lo

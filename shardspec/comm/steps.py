@@ -1,8 +1,8 @@
-"""The closed set of steps: one collective or one local move each, as pure data.
+"""Steps: one collective or one local move each, as pure data.
 
-Several axes of one step travel in one collective. `backward` follows the convention of
-`torch.distributed.tensor`: the gradient that arrives at a device is that of its box of the global
-tensor, so devices that hold the same box receive the same gradient.
+Several axes of one step share one collective. `backward` follows the convention of
+`torch.distributed.tensor`: a device receives the gradient of its box of the global tensor, so
+devices with the same box receive the same gradient.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """R → S: keep a part; `axes` come after those that shard the dim already, major first."""
+    """R → S: keep a part; `axes` are appended to those of the dim, so [S0] becomes [S01]."""
 
     dim: int
     axes: tuple[int, ...]
@@ -22,7 +22,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """S → R: collect the innermost `axes` of one dim, in the order of the spec before the step."""
+    """S → R: gather the innermost `axes` of one dim, in the order of the spec: [S01] to [S0]."""
 
     dim: int
     axes: tuple[int, ...]
@@ -30,13 +30,13 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """S → S: move the innermost axes of one dim, in their order there, to the end of another."""
+    """S → S: move the innermost axes of one dim to the end of another: [S01,R] to [S0,S1]."""
 
     src_dim: int
     dst_dim: int
     src_axes: tuple[int, ...]
     dst_axes: tuple[int, ...]
-    """The same axes in the order in which they arrive at the end of `dst_dim`."""
+    """The same axes in their order at the end of `dst_dim`."""
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """P → S: finish a reduction and keep a part; `axes` are in the order in which they arrive."""
+    """P → S: finish a reduction and keep a part; `axes` are in their order at the end of `dim`."""
 
     dim: int
     axes: tuple[int, ...]
@@ -55,7 +55,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """P → R: finish a pending reduction over ascending axes; every device gets the whole result."""
+    """P → R: finish a pending reduction over ascending axes; every device gets the full result."""
 
     axes: tuple[int, ...]
     op: ReduceOp
@@ -63,13 +63,13 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Every device gets its whole new shard from one device: S01 ↔ S10, S0 ↔ S1 of equal length.
+    """Send every device its new shard from one device, as in [S01] → [S10].
 
-    Possible if the devices together hold the same boxes before and after, each equally often.
+    Possible if the devices have the same boxes before and after, each equally often.
     """
 
     axes: tuple[int, ...]
-    """Mesh axes that shard otherwise afterwards, ascending."""
+    """Mesh axes whose position in the spec changes, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,22 @@ class Exchange:
     """
 
     axes: tuple[int, ...]
-    """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
+    """Mesh axes whose position in the spec changes, ascending; empty between different meshes."""
     apart: tuple[int, ...] = ()
-    """Mesh axes so slow that replicas along them do not share the sending; the nearest send."""
+    """Slow mesh axes: replicas along them do not share the sending, only the nearest send."""
     per_node: int = field(default=0, repr=False)
-    """Devices that share a host, by ids: replicas of the receiver's host send; 0 if any does."""
+    """Devices per host, by ids: a holder on the receiver's host sends; 0 if any holder may."""
 
 
 Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange
 
 
 def backward(step: Step) -> Step | None:
-    """Return the step that carries a gradient back; None if the gradient stays in place."""
+    """Return the step for the gradient of a step; None if the gradient stays in place.
+
+    >>> backward(AllGather(0, (1,))), backward(AllReduce((0,), "sum"))
+    (Slice(dim=0, axes=(1,)), None)
+    """
     match step:
         case Slice(dim, axes) | ReduceScatter(dim, axes, _):
             return AllGather(dim, axes)

@@ -1,9 +1,9 @@
-"""The transfers of one step, sender, receiver and box, as data independent of tensors and jobs.
+"""Lists the transfers of one step, sender, receiver and box, as data without tensors and jobs.
 
 Devices form groups along the axes of a collective. In a group, a device gets from each member the
 intersection of its own box after the step with the member's box before it. If a reduction is
-pending, the parts are combined; otherwise they are disjoint and placed side by side. Exchange and
-permute transfer between all devices of the mesh.
+pending, the parts are combined; otherwise they are disjoint. Exchange and permute transfer between
+all devices of the mesh.
 """
 
 from collections import Counter, defaultdict
@@ -22,35 +22,49 @@ from shardspec.mesh.device_mesh import DeviceMesh
 Distance: TypeAlias = Callable[[int, int], int]
 """The distance of two devices; 0 only from a device to itself."""
 Message: TypeAlias = Sequence[Copy]
-"""The copies that one device sends to another at once."""
+"""The copies that one device sends to another in one message."""
 
 _ALIGNMENT: Final = 16
-"""Boxes start at multiples of this in a message, which suits every dtype."""
+"""Alignment in bytes of the boxes in a message, enough for every dtype."""
 _MESSAGE: Final = 1 << 17
 """The cost of starting a message, in elements, on today's links."""
 
 
 def aligned_bytes(copy: Copy) -> int:
-    """Return the bytes from the start of one box of a copy to that of the next in a message."""
+    """Return the bytes of one box of a copy in a message, padding included.
+
+    >>> aligned_bytes(Copy(((0, 5),), (0,), 1, item_bytes=4))
+    32
+    """
     return -(-box_size(copy.box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_bytes(message: Message) -> int:
-    """Return the bytes of a message; of several boxes a whole number of elements of any dtype."""
+    """Return the bytes of a message; only messages of several boxes are padded.
+
+    >>> copy = Copy(((0, 5),), (0,), 1, item_bytes=4)
+    >>> message_bytes([copy]), message_bytes([copy, copy])
+    (20, 64)
+    """
     if len(message) == 1 and len(message[0].places) == 1:
         return message[0].num_bytes
     return sum(aligned_bytes(copy) * len(copy.places) for copy in message)
 
 
 def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
-    """Return a function that counts on how many of the axes, by default all, two devices differ."""
+    """Return a function that counts the axes, by default of all, on which two devices differ.
+
+    >>> distance = distance_on(DeviceMesh(range(4), (2, 2)))
+    >>> distance(0, 1), distance(0, 3)
+    (1, 2)
+    """
     kept = range(mesh.ndim) if axes is None else axes
     at = {device: [mesh.coordinates(device)[axis] for axis in kept] for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
 
 
 def distance_of(step: Exchange, mesh: DeviceMesh) -> Distance:
-    """Return the distance by which the senders of an exchange are chosen."""
+    """Return the distance function that chooses the senders of an exchange."""
     if hosted := step.per_node:
         return lambda a, b: (a != b) + (a // hosted != b // hosted)
     return distance_on(mesh, step.apart)
@@ -61,10 +75,14 @@ def exchange_routes(
 ) -> list[Copy]:
     """Return the copies that give every device its box of `after`.
 
-    The ids of `before` and `after` may differ. The sender of a piece is the nearest holder, of
-    several the one that has sent least. Because every message takes time to start, a piece is
-    divided only if a holder would otherwise send much more than its share, and more than any
-    device receives. Copies are in the order of `after` and cover every element once.
+    The ids of `before` and `after` may differ. The sender of a piece is the nearest holder; among
+    equally near ones, the one that has sent least. Because every message takes time to start, a
+    piece is divided only if a holder would otherwise send much more than its share, and more than
+    any device receives. Copies are in the order of `after` and cover every element once.
+
+    >>> before, after = {0: ((0, 2),), 1: ((2, 4),)}, {0: ((0, 4),), 1: ((3, 4),)}
+    >>> [(copy.box, copy.sender, copy.receiver) for copy in exchange_routes(before, after, ne)]
+    [(((0, 2),), 0, 0), (((2, 4),), 1, 0), (((3, 4),), 1, 1)]
     """
     have: dict[Box, Holders] = {}
     for device, box in sorted(before.items(), key=itemgetter(1)):
@@ -109,10 +127,14 @@ def exchange_routes(
 def permute_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Copy]:
-    """Return copies in which every device sends one whole shard and receives one.
+    """Return copies in which every device sends one shard and receives one.
 
-    If axes that are slower for short messages are slower for long ones too, every assignment in
-    which devices keep what they can is equally good: the slowest link used is the same.
+    Devices whose box does not change keep it. Every such assignment uses the same slowest link, if
+    axes that are slower for short messages are slower for long ones too.
+
+    >>> before, after = {0: ((0, 2),), 1: ((2, 4),)}, {0: ((2, 4),), 1: ((0, 2),)}
+    >>> [(copy.box, copy.sender, copy.receiver) for copy in permute_routes(before, after, ne)]
+    [(((2, 4),), 1, 0), (((0, 2),), 0, 1)]
     """
     unused: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -131,22 +153,20 @@ def permute_routes(
 
 @dataclass(frozen=True, slots=True)
 class DeviceTransfers:
-    """The part of one device in one step; do not modify the lists."""
+    """The transfers of one device in one step; do not modify the lists."""
 
     step: Step
     device: int
     members: tuple[int, ...]
-    """The devices that transfer data among themselves, in the same order on all of them."""
+    """The devices of the group, in the same order on all of them."""
     boxes_before: Mapping[int, Box]
     """The box of each device before the step."""
     after: Box
     """The box of this device after the step."""
     outgoing: Sequence[Copy]
-    """The boxes that this device sends; without its own part."""
+    """The boxes that this device sends to others."""
     incoming: Sequence[Copy]
-    """The boxes that this device gets, in the order of the members that send them.
-
-    Includes the part that it keeps."""
+    """The boxes that this device gets, in the order of their senders, its own part included."""
 
     @property
     def before(self) -> Box:
@@ -201,10 +221,10 @@ class Transfers:
         return Transfers, (self.step, self.mesh, self.before, self.after)
 
     def of(self, device: int) -> DeviceTransfers:
-        """Return what a device sends and receives.
+        """Return the transfers of one device.
 
-        Members are in the order of the mesh, whatever the order of axes in the spec, so that the
-        order of addends, and thus the rounding of sums, is the same on every device.
+        Members are in the order of the mesh, not of the axes in the spec, so that the order of
+        addends, and thus the rounding of sums, is the same on every device.
         """
         return _of_device(self, device)
 
@@ -228,7 +248,7 @@ def _among(
     before: Mapping[int, Box],
     after: Mapping[int, Box],
 ) -> DeviceTransfers:
-    """Return the part of a device if every member gets its share from each of the others."""
+    """Return the transfers of a device if every member gets its share from each of the others."""
     incoming = [
         Copy(box, (peer,), device)
         for peer in members
@@ -253,7 +273,7 @@ def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
 
 @lru_cache(maxsize=64)
 def _routes(transfers: Transfers) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
-    """Return what each device receives, and what it sends, including the part that it keeps."""
+    """Return the copies to each device, and from each device; both include its own part."""
     step, ends = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
         moves = exchange_routes(*ends, distance_of(step, transfers.mesh))
@@ -271,7 +291,13 @@ def _routes(transfers: Transfers) -> tuple[dict[int, list[Copy]], dict[int, list
 def all_reduce_halves(
     step: Step, device: int, members: tuple[int, ...], size: int
 ) -> tuple[DeviceTransfers, DeviceTransfers]:
-    """Return the two halves of an all-reduce of a vector: a reduce-scatter and an all-gather."""
+    """Return the two halves of an all-reduce of a vector: a reduce-scatter and an all-gather.
+
+    >>> from shardspec.comm.steps import AllReduce
+    >>> reduce, gather = all_reduce_halves(AllReduce((0,), "sum"), 1, (0, 1), 8)
+    >>> reduce.before, reduce.after, gather.after
+    (((0, 8),), ((4, 8),), ((0, 8),))
+    """
     wholes: dict[int, Box] = dict.fromkeys(members, ((0, size),))
     parts: dict[int, Box] = {
         peer: (split_interval(0, size, len(members), at),) for at, peer in enumerate(members)

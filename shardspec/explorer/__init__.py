@@ -1,4 +1,4 @@
-"""A page for exploring conversions: every plan of some meshes, step by step."""
+"""Makes an HTML page that shows conversions on some meshes, step by step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,28 +26,28 @@ from shardspec.layout.search import naive_plan
 from shardspec.mesh.device_mesh import DeviceMesh
 
 MAX_PAGE_DEVICES: Final = 32
-"""The most devices of a mesh whose boxes can be distinguished in a drawing."""
+"""Maximum devices of a mesh; more boxes cannot be distinguished in a drawing."""
 MAX_PAGE_DIMS: Final = 3
-"""The most dims that can be drawn."""
+"""Maximum dims of a tensor in a drawing."""
 MAX_CONVERSIONS: Final = 50_000
-"""The most conversions of a page; planning them takes about a minute."""
+"""Maximum conversions of a page; planning them takes about a minute."""
 MAX_PAGE_BYTES: Final = 16 * 2**20
-"""The largest page; browsers open it at once."""
+"""Maximum bytes of a page; browsers open it at once."""
 _PLANS: Final = 4
-"""The number of plans of each conversion, the cheapest first, besides the naive one."""
+"""Number of plans per conversion, cheapest first; the naive plan comes on top."""
 
 _Move: TypeAlias = tuple[Step, Layout, Layout]
 _Links: TypeAlias = Sequence[tuple[str, ...]]
-"""Names of presets: per choice one for all axes or one per axis; a mesh has those that fit."""
+"""Names of presets per choice: one for all axes, or one per axis of the meshes it fits."""
 
 
 def explorer_page(
     meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links, dtype: object
 ) -> str:
-    """Return an HTML page to pick a conversion and see its plans step by step.
+    """Return an HTML page that shows the plans of a chosen conversion step by step.
 
-    The ids of meshes must count up from 0. Raises `LayoutError` if a mesh, a tensor or the page is
-    too large, or links fit no mesh, and `MeshError` for an unknown preset.
+    Meshes must have the ids 0, 1, 2, … Raises `LayoutError` if a mesh, a tensor or the page is too
+    large, or links fit no mesh, and `MeshError` for an unknown preset.
     """
     name = dtype_name(dtype)
     _check(meshes, shapes, links)
@@ -110,6 +110,9 @@ def count_conversions(num_axes: int, dims: int) -> int:
     """Return the number of conversions of a tensor, including those with pending sums.
 
     The pending sums of a target are a subset of those of its source.
+
+    >>> count_conversions(1, 1)
+    7
     """
     free = [count_states(axes, dims, 0) for axes in range(num_axes + 1)]
     return sum(
@@ -121,7 +124,11 @@ def count_conversions(num_axes: int, dims: int) -> int:
 
 
 def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[Layout]:
-    """Return every layout of a tensor: first those with nothing pending, then those with sums."""
+    """Return every layout of a tensor; layouts with pending sums are last.
+
+    >>> [str(layout.spec) for layout in all_layouts(DeviceMesh(range(2)), (4,), "float32")]
+    ['[R]', '[S0]', '[R|P0]']
+    """
     replicated = ",".join("R" * len(shape))
     whole = Layout(mesh, replicated, shape, dtype)
     try:
@@ -192,7 +199,7 @@ def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> di
 
 
 def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
-    """Return kind, text, received and live bytes, and per device a bit mask of its senders."""
+    """Return kind, text, received bytes, peak bytes, and a bit mask of senders per device."""
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     transfers = transfers_of(step, before, after)
@@ -211,7 +218,7 @@ def _plans(
     converter: LayoutConverter,
     moves: dict[_Move, int],
 ) -> list[object] | None:
-    """Return the index of the naive plan, and the plans as numbers of moves; add new moves."""
+    """Return the index of the naive plan, then each plan as indices into `moves`; extend these."""
     if not set(target.spec.partials) <= set(source.spec.partials):
         return None
     plans = list(converter.alternatives(source, target, _PLANS))

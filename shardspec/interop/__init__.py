@@ -1,1 +1,1 @@
-"""Specs in the notations of other libraries, and back; specs without a counterpart are refused."""
+"""Converts specs to and from other libraries; specs without a counterpart are refused."""

@@ -1,7 +1,7 @@
 """Translates specs to and from the notations of torch, JAX and Colossal-AI.
 
-Only functions that take or return placements of torch need one of these libraries. What the other
-notation cannot express is a `LossyConversionError`; an axis that the mesh lacks, an `AxisError`.
+Only functions with placements of torch import another library. A spec that the other notation
+cannot express raises `LossyConversionError`; an axis that the mesh lacks raises `AxisError`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +25,13 @@ SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """The entry of a JAX PartitionSpec for one dim."""
 
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
-"""R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
+"""R, S0, S1 and S01: the dim specs of colossalai/tensor/d_tensor/sharding_spec.py."""
 
 
 def _resolved(
     library: str, spec: OwnSpec, mesh: DeviceMesh, pending_ops: Sequence[ReduceOp] = ("sum",)
 ) -> ShardingSpec:
-    """Return a spec with axes by number, if the library can express it.
+    """Return a spec with axes by number, after checking that the library can express it.
 
     Raises `LossyConversionError` for parts, blocks, and reductions other than `pending_ops`.
     """
@@ -49,8 +49,8 @@ def _resolved(
 def to_placements(spec: OwnSpec, mesh: DeviceMesh) -> tuple["Placement", ...]:
     """Return torch's placements for a spec, one per mesh axis.
 
-    Axes in another order than from left to right, and parts of one size, are a `_StridedShard`.
-    Other parts, and blocks, raise `LossyConversionError`.
+    Axes that are not in ascending order, and parts of equal size, become a `_StridedShard`. Other
+    parts, and blocks, raise `LossyConversionError`.
 
     Examples
     --------
@@ -77,11 +77,15 @@ def to_placements(spec: OwnSpec, mesh: DeviceMesh) -> tuple["Placement", ...]:
 def from_placements(
     placements: Sequence["Placement"], dims: int | Sequence[int], mesh: DeviceMesh
 ) -> ShardingSpec:
-    """Return the spec that torch's placements, one per mesh axis, describe.
+    """Return the spec for torch's placements, one per mesh axis.
 
-    `dims` is the number of dims, or the shape of the tensor, which gives the sizes where a
-    `_StridedShard` means parts, ``S0{8,8}``. Raises as `spec_of_placements` does, and
-    `LossyConversionError` for a masked or scaled partial.
+    `dims` is the number of dims, or the shape of the tensor; a `_StridedShard` that means parts,
+    ``S0{8,8}``, needs the shape. Raises as `spec_of_placements` does, and `LossyConversionError`
+    for a masked or scaled partial.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> str(from_placements([Shard(1), Replicate()], 2, DeviceMesh(range(4), (2, 2))))
+    '[R,S0]'
     """
     given = own.own_placements(placements)
     if given is None:
@@ -96,8 +100,8 @@ def to_partition_spec(
 ) -> tuple[tuple[SpecEntry, ...], frozenset[str]]:
     """Return the entries of JAX's PartitionSpec, and its unreduced axes.
 
-    ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. With a shape, sizes that JAX
-    refuses because they do not divide are refused.
+    ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes the spec. With a `global_shape`,
+    sizes that do not divide raise `LossyConversionError`, because JAX refuses them.
 
     Examples
     --------
@@ -107,7 +111,7 @@ def to_partition_spec(
     """
     resolved, names = _resolved("JAX", spec, mesh), _jax_names(mesh)
     if global_shape is not None:
-        Layout(mesh, resolved, global_shape, "float32")  # the spec has to fit the shape
+        Layout(mesh, resolved, global_shape, "float32")  # raises if the spec does not fit the shape
     entries: list[SpecEntry] = []
     for dim, dim_spec in enumerate(resolved.dim_specs):
         axes = [int(axis) for axis in dim_spec.axes]
@@ -127,23 +131,23 @@ def to_partition_spec(
 def from_partition_spec(
     partition_spec: Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
 ) -> ShardingSpec:
-    """Return the spec, axes by name, of a PartitionSpec of JAX or of its entries.
+    """Return the spec, with axes by name, for a PartitionSpec of JAX or for its entries.
 
-    `unreduced` are axes over which a sum is pending, where `partition_spec` has entries only. A
-    `LayoutError` says that there are more entries than dims.
+    `unreduced` are axes with a pending sum, if `partition_spec` has entries only. Raises
+    `LayoutError` if there are more entries than dims.
 
     Examples
     --------
     >>> str(from_partition_spec([("y", "x")], 2))
     '[S(y,x),R]'
     """
-    # A PartitionSpec cannot be iterated over where something is unreduced.
+    # A PartitionSpec with unreduced axes cannot be iterated over.
     entries = tuple(getattr(partition_spec, "partitions", partition_spec))
     pending = {*unreduced, *getattr(partition_spec, "unreduced", ())}
     if reduced := sorted(getattr(partition_spec, "reduced", ())):
         raise LossyConversionError(
             f"{partition_spec}: a spec cannot say that gradients are unreduced over {reduced}; "
-            "leave out reduced="
+            "remove reduced="
         )
     if len(entries) > dims:
         raise LayoutError(f"{len(entries)} entries {entries} for a tensor of {dims} dims")
@@ -166,7 +170,7 @@ def from_named_sharding(
     """Return the mesh, with JAX's device ids, and the spec of a NamedSharding of JAX.
 
     ``Layout(*from_named_sharding(a.sharding, a.ndim), a.shape, a.dtype.name)`` is the layout of an
-    array ``a``. A `MeshError` says that an axis name is not an identifier.
+    array ``a``. Raises `MeshError` if an axis name is not an identifier.
     """
     jax_mesh = sharding.mesh
     ids = [int(device.id) for device in jax_mesh.devices.flat]
@@ -177,7 +181,7 @@ def from_named_sharding(
 def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return devices and axis names for ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))``.
 
-    The devices may be in any order, and more than the mesh has.
+    The devices may be in any order; those outside the mesh are ignored.
     """
     by_id = {device.id: device for device in devices}
     missing = [id_ for id_ in mesh.ids if id_ not in by_id]
@@ -200,7 +204,11 @@ def _jax_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
-    """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it."""
+    """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it.
+
+    >>> to_colossal("[S01,R]", DeviceMesh(range(4), (2, 2)))
+    {0: [0, 1]}
+    """
     resolved = _resolved("Colossal-AI", spec, mesh, pending_ops=())
     by_dim = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
     for dim, axes in by_dim.items():
@@ -213,5 +221,9 @@ def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
 
 
 def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) -> ShardingSpec:
-    """Return the spec of Colossal-AI's ``dim_partition_dict``."""
+    """Return the spec for Colossal-AI's ``dim_partition_dict``.
+
+    >>> str(from_colossal({0: [0, 1]}, 2))
+    '[S01,R]'
+    """
     return ShardingSpec(dims, {dim: list(axes) for dim, axes in dim_partition_dict.items()})

@@ -40,9 +40,9 @@ class RedistributeCost:
     def __call__(self, current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
         """Return the microseconds of the cheapest plan from one spec to another.
 
-        As in torch, the tensor is that of the current spec, and a masked sum costs what a sum
-        does. It is inf if the meshes differ, if there is no plan (the target has a pending
-        reduction that the current spec lacks), or if a spec cannot express the placements.
+        As in torch, the tensor is that of the current spec, and a masked sum costs as much as a
+        sum. The result is inf if the meshes differ, if the target has a pending reduction that the
+        current spec lacks, or if a spec cannot express the placements.
 
         Raises
         ------
@@ -139,7 +139,7 @@ def _has_plain_sums(spec: DTensorSpec) -> bool:
 
 
 def _with_sums(spec: DTensorSpec) -> DTensorSpec:
-    """Return a spec of the same price: masked, scaled and mixed reductions move what sums do."""
+    """Return a spec of the same price: masked, scaled and mixed reductions move bytes like sums."""
     placements = tuple(Partial() if p.is_partial() else p for p in spec.placements)
     return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
 
@@ -150,4 +150,4 @@ def _facts(spec: DTensorSpec) -> tuple[object, ...]:
 
 
 redistribute_cost: Final = RedistributeCost()
-"""Prices by the links assumed by default, with nodes of eight devices."""
+"""Prices by the default links, with nodes of eight devices."""

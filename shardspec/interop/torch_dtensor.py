@@ -1,8 +1,8 @@
-"""Shards as a torch `DTensor` and back, sharing storage and gradients.
+"""Converts shards to a torch `DTensor` and back, sharing storage and gradients.
 
-Both sides share a convention: the gradient of a shard is that of its box, the same on all devices
-that hold it, and each addend of a pending sum gets the gradient of the sum. Each of n addends of a
-pending mean gets an n-th here, where torch hands on the gradient of the mean.
+Both sides share a convention: the gradient of a shard is that of its box, equal on all devices that
+have the box, and each addend of a pending sum gets the gradient of the sum. Each of n addends of a
+pending mean gets 1/n of its gradient here, but all of it in torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,9 +52,9 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
 
 
 def _order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return the order of axes, which torch has from version 2.10 on; None for strided shards.
+    """Return the order of axes (torch 2.10 or later); None for strided shards.
 
-    The order of strided shards is in their split factors.
+    Strided shards encode the order in their split factors.
     """
     strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
     return None if strided else getattr(spec, "shard_order", None)
@@ -74,12 +74,12 @@ def _layout(
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
-    """Return True if torch represents the tensor by strided shards, as for S10."""
+    """Return True if torch represents the tensor by strided shards, as it does for S10."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
-    """Return this rank's shard: the same storage, and gradients flow back to the DTensor."""
+    """Return this rank's shard, with the same storage; gradients flow back to the DTensor."""
     return _shard_of(tensor, _of_gradient(tensor.placements))
 
 
@@ -88,9 +88,9 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Return a torch DTensor of this rank's shard, with its storage; gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Raises what `DeviceMesh.to_torch` raises, and
-    `LossyConversionError` if torch cannot express the combination of pending reductions, or takes
-    the uneven shards for others.
+    A rank outside the mesh passes an empty tensor. Raises what `DeviceMesh.to_torch` raises, and
+    `LossyConversionError` if torch cannot express the combination of pending reductions, or would
+    give the uneven shards other boxes.
     """
     mesh = layout.mesh
     if not _has_torchs_boxes(layout):
@@ -113,9 +113,9 @@ def torch_dtensor(
 
 @lru_cache(maxsize=4096)
 def _has_torchs_boxes(layout: Layout) -> bool:
-    """Return True if torch gives all shards the offsets that they have.
+    """Return True if torch gives every shard its box.
 
-    It does not for some uneven shards of a dim cut by axes in descending order.
+    Some uneven shards, of a dim cut by axes in descending order, get another box.
     """
     mesh, shape = layout.mesh, layout.global_shape
     placements = to_placements(layout.spec, mesh)
@@ -152,10 +152,10 @@ def _shard_of(tensor: TorchDTensor, of_gradient: tuple[Placement, ...]) -> torch
     return shard
 
 
-# torch's own functions of this kind make tensors with separate version counters, so a backward pass
-# would miss writes to tensors that it needs. They also lose second-order gradients that are in
-# another layout. Shards are independent here, whereas in torch replicas are one tensor: the
-# gradient of a gradient of addends is a sum over them here, and complete on every device there.
+# torch's from_local and to_local make tensors with separate version counters, so a backward pass
+# would miss writes to tensors that it needs. They also lose second-order gradients in another
+# layout. Shards are independent here; in torch replicas are one tensor. So a second-order gradient
+# of addends is a pending sum here, and complete on every device there.
 
 
 class _OfShard(torch.autograd.Function):
@@ -173,7 +173,7 @@ class _OfShard(torch.autograd.Function):
         ctx.placements, ctx.factor = placements, factor
         ctx.set_materialize_grads(False)
         order = list(range(len(shape)))
-        if shard.dim() == len(shape):  # dims lie in memory as in the shard
+        if shard.dim() == len(shape):  # dims have the order in memory of the shard's
             order.sort(key=shard.stride().__getitem__, reverse=True)
         stride = torch.empty_permuted(shape, order, device="meta").stride()
         return counted_with(
@@ -224,7 +224,7 @@ class _ToShard(torch.autograd.Function):
 
 
 def counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same storage, with the version counter of the first."""
+    """Return `alias`, another tensor of the same storage, with the version counter of `tensor`."""
     if alias.is_inference():  # inference tensors have no version counters
         return alias
     with _Detaching(alias):
@@ -232,7 +232,7 @@ def counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
 
 
 class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Make ``detach`` return another tensor, to which torch then gives the version counter."""
+    """Makes ``detach`` return another tensor; torch then gives it the version counter."""
 
     def __init__(self, stand_in: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -245,18 +245,18 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
         _args: Sequence[object] = (),
         _kwargs: object = None,
     ) -> torch.Tensor:
-        """Return the other tensor, whatever is called."""
+        """Return the other tensor for any function."""
         return self._stand_in
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     """Return the tensor with placements that a spec can express, in most cases unchanged.
 
-    torch's masked and scaled sums are finished, and shards that are not boxes, as after flattening
-    over a sharded dim, are gathered. A pending min, max or prod whose gradient is tracked is
-    finished, because torch can differentiate that and a conversion here cannot.
+    torch's masked and scaled sums are finished. Shards that are not boxes, as after flattening a
+    sharded dim, are gathered. A pending min, max or prod with a tracked gradient is finished,
+    because torch can differentiate that and a conversion here cannot.
     """
-    # Whether a spec can express each placement, and tracked gradients pass it.
+    # True for each placement that a spec can express, and that tracked gradients pass.
     kept = [
         not tensor.requires_grad or p.reduce_op in ("sum", "avg")
         if type(p) is Partial
@@ -276,8 +276,8 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     finished = tensor.redistribute(placements=placements)
     if not tensor.requires_grad:
         return finished
-    # torch cannot pass a gradient with a pending sum back to a masked sum; through the shard it
-    # arrives finished.
+    # torch cannot pass a gradient with a pending sum back to a masked sum; the gradient of a shard
+    # has none.
     return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
 
 

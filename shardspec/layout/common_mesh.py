@@ -1,4 +1,4 @@
-"""Layouts on several meshes of the same devices, written for one mesh."""
+"""Rewrites layouts on several meshes of the same devices for one mesh."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +13,11 @@ from shardspec.mesh.device_mesh import Axis, DeviceMesh
 
 
 def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return a mesh of all devices, and on it layouts that give every device the same boxes.
+    """Return a mesh of all devices, and the layouts rewritten for it with the same boxes.
 
-    The axes of the result are split wherever any mesh splits them. If that is impossible, because
-    the meshes have different devices or their splits do not divide each other, the layouts are
-    returned unchanged. Pending reductions are dropped.
+    Its axes are split where any mesh has a split: 2x2 and 4x1 give 2x2, 2x3 and 3x2 have no common
+    mesh. Then, or if the meshes have different devices, the layouts are returned unchanged. Pending
+    reductions are dropped.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
     )
     moved = {layout: _moved(layout, common, fine) for layout in dict.fromkeys(layouts.values())}
     for old, new in moved.items():
-        # Finer axes cut uneven dims at other places.
+        # Finer axes may cut an uneven dim elsewhere.
         if any(old.intervals(device) != new.intervals(device) for device in ids):
             return DeviceMesh(ids, (len(ids),)), dict(layouts)
     return common, {name: moved[layout] for name, layout in layouts.items()}
@@ -60,7 +60,7 @@ def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> L
 
 
 def _steps(mesh: DeviceMesh) -> list[int]:
-    """Return for every axis, innermost first, the number of devices in the axes up to it."""
+    """Return the distance between neighbors across each axis, innermost first: 2x3 gives 3, 6."""
     return list(accumulate(mesh.shape[::-1], mul))
 
 
@@ -70,19 +70,24 @@ def _between(mesh: DeviceMesh, axis: int) -> range:
 
 
 def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
-    """Return the name of the mesh axis that contains a finer axis; empty without names."""
+    """Return the name of the mesh axis that contains a finer axis; "" without names."""
     axes = enumerate(mesh.axis_names or ())
     return next((name for axis, name in axes if cut[0] in _between(mesh, axis)), "")
 
 
 def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the finer axes that together replace the axes of a dim."""
+    """Return the finer axes that replace the axes of a dim."""
     places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
     return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)
 
 
 def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout on a larger mesh; None if its own mesh is not a slice of that."""
+    """Return a layout rewritten for a larger mesh; None if its mesh is not a slice of that.
+
+    >>> layout = Layout(DeviceMesh([1, 3], (2,)), "[S0]", (4,), "f32")
+    >>> print(on_larger_mesh(layout, DeviceMesh(range(4), (2, 2))))
+    [S0] of [4] float32 on 2x2
+    """
     if layout.mesh == mesh:
         return layout
     axes = _axes_on(layout.mesh, mesh)
@@ -92,7 +97,7 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
     cuts: dict[int, DimSpec] = {}
     for dim, cut in enumerate(spec.dim_specs):
         by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
-        # Along axes of one device nothing is sharded, nor does a part have several shares.
+        # Axes of one device do not shard, so without other axes there are no parts either.
         cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
     pending: dict[Axis, ReduceOp] = {
         axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
@@ -103,7 +108,7 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
 
 @lru_cache(maxsize=64)
 def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
-    """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
+    """Map each axis of `own` longer than 1 to an axis of `mesh`; None if `own` is not a slice."""
     first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
     shape = [own.shape[axis] for axis in longer]
     for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():

@@ -1,4 +1,4 @@
-"""Finds the cheapest chains of steps from one layout to another."""
+"""Finds the cheapest steps from one layout to another; `LayoutConverter` shows an example."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
@@ -34,7 +34,7 @@ class LayoutConverter:
     target_model
         Prices on the target's mesh if that differs from the source's; by default its own.
     links
-        The links of the cluster, in place of both models: the name of a preset, one name an axis,
+        The links of the cluster, in place of both models: the name of a preset, one name per axis,
         or a `shardspec.comm.cluster.Cluster`. By default those of the meshes.
 
     Examples
@@ -72,27 +72,27 @@ class LayoutConverter:
         target
             The layout to reach: a spec on the same mesh, or a layout on any mesh.
         max_bytes
-            Only plans in which no device holds more bytes than this during any step, counting its
-            shards before and after the step. By default unlimited. On one mesh only.
+            The most bytes that a device may have during any step, its shards before and after the
+            step together. By default unlimited. On one mesh only.
 
         Raises
         ------
         LayoutError
             If the target is a different tensor, has a pending reduction that the source lacks, or
             any on another mesh; if every plan needs more than `max_bytes` (the message has the
-            least possible); or if `max_bytes` is given and the target is on another mesh.
+            least possible); or if `max_bytes` is set and the target is on another mesh.
         AxisError
             If the mesh lacks an axis of the target spec.
 
         Notes
         -----
-        Between two meshes the tensor is converted on the first, crosses in one exchange, and is
-        converted on the second. Devices in both meshes keep what they need.
+        Between two meshes the tensor is converted on the first, sent in one exchange, and
+        converted on the second. Devices in both meshes keep the elements that they need.
 
         Examples
         --------
-        Four devices hand over to four others: each first cuts its shard in half, so that every
-        byte crosses once.
+        Four devices send to four others. Each first cuts its shard in half, so that every byte is
+        sent once.
 
         >>> from shardspec import DeviceMesh
         >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
@@ -125,12 +125,11 @@ class LayoutConverter:
         *,
         max_bytes: int | None = None,
     ) -> tuple[ConversionPlan, ...]:
-        """Return up to `count` cheapest plans in ascending order of cost; `plan`'s own is first.
+        """Return up to `count` cheapest plans in ascending order of cost; `plan` returns the first.
 
-        Two plans are distinct if they differ in a move that communicates; of all moves between the
-        same two layouts only the cheapest is considered. Consecutive slices are one cut, in
-        whatever order. No plan visits a layout twice, and a cut visits every layout between its
-        ends, so no plan gathers a tensor only to cut it again in the same way.
+        Distinct plans differ in a move that communicates. Between two layouts only the cheapest
+        move is considered. No plan visits a layout twice. Consecutive slices count as visits to
+        every layout between them, so no plan gathers a tensor only to slice it again.
 
         Raises what `plan` raises, and `LayoutError` between two meshes or for more than 1,500
         reachable layouts.
@@ -171,20 +170,20 @@ class LayoutConverter:
         Parameters
         ----------
         layout
-            The tensor on its mesh. Of its spec only the pending reductions matter.
+            The tensor on its mesh; only the pending reductions of its spec matter.
 
         Returns
         -------
         networkx.DiGraph
             Nodes are `ShardingSpec`; edges have the attributes `step`, `seconds` and `bytes`
-            (received by the busiest device). An edge is the cheapest single step between its ends:
+            (received by the busiest device). An edge is the cheapest single step between two specs:
             a slice, gather, all-to-all or reduction, or, between specs without pending reductions,
             a `Permute` or `Exchange`. A shortest path by `seconds` takes as long as the plan.
 
         Raises
         ------
         LayoutError
-            If there are more than 1,500 specs or 512 devices, for which not every exchange is
+            If there are more than 1,500 specs or 512 devices, so that not every exchange is
             priced; or if the spec has parts or blocks.
 
         Examples
@@ -203,10 +202,10 @@ class LayoutConverter:
         return priced_graph(layout, self._model_of(layout.mesh))
 
     def to_dot(self, layout: Layout, target: Layout | SpecLike | None = None) -> str:
-        """Return the priced transition graph in Graphviz's language, as ``dot -Tsvg`` draws it.
+        """Return the priced transition graph in Graphviz's language, for ``dot -Tsvg``.
 
-        With a target, the plan from `layout` to it is in bold; permutes and exchanges are drawn
-        only there, since they join any two specs. Raises what `graph` and `plan` raise.
+        With a target, the plan from `layout` to it is in bold. Permutes and exchanges connect all
+        pairs of specs, so only those of the plan are drawn. Raises what `graph` and `plan` raise.
 
         Examples
         --------
@@ -241,8 +240,8 @@ class LayoutConverter:
         Parameters
         ----------
         sources, targets
-            Layouts of any tensors and meshes, as many sources as targets. Each distinct pair is
-            priced once, so millions of pairs of a few objects are fast.
+            Layouts of any tensors and meshes, one target per source. Each distinct pair is priced
+            once, so millions of pairs of a few objects are fast.
 
         Returns
         -------
@@ -251,7 +250,7 @@ class LayoutConverter:
         Raises
         ------
         LayoutError
-            If there are not as many sources as targets, or a pair cannot be converted.
+            If the numbers of sources and targets differ, or a pair cannot be converted.
 
         Examples
         --------
@@ -279,13 +278,13 @@ class LayoutConverter:
         global_shape, dtype
             The tensor.
         partial
-            A kind of reduction that may be pending along any axes, as ``("sum",)``; by default
-            nothing is pending.
+            A kind of reduction that may be pending along any axes, as in ``("sum",)``; by default
+            none is pending.
 
         Raises
         ------
         LayoutError
-            If the mesh has so many axes or devices that the table would not fit.
+            If the mesh has too many axes or devices for a table.
 
         Examples
         --------
@@ -334,12 +333,12 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
-    """Return both ends of every communicating move, by which plans are distinguished."""
+    """Return the layouts before and after each communicating move; distinct plans differ here."""
     return tuple((before, after) for _, before, after in communicating_moves(plan))
 
 
 def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> Iterator[Move]:
-    """Yield the moves along a path, each cut as one slice per dim."""
+    """Yield the moves along a path; consecutive slices become one slice per dim."""
     layout = source
     for (a, _), (b, by_cut) in pairwise(path):
         if not by_cut:
@@ -348,7 +347,7 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
-        # The slice that leaves least comes first, which minimizes peak memory.
+        # The slice with the smallest result comes first, which minimizes peak memory.
         left = {
             dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
             for dim in cut

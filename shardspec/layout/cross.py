@@ -1,10 +1,21 @@
-"""Exchanges between layouts, also on two meshes: their costs and copies, and where to cross over.
+"""Prices exchanges between layouts, also on two meshes, and chooses the specs between them.
+
+>>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
+>>> source, target = Layout(first, "[S0,R]", (8, 8), "f32"), Layout(second, "[S0,R]", (8, 8), "f32")
+>>> models = CostModel.of_mesh(first), CostModel.of_mesh(second)
+>>> [str(layout.spec) for layout in cheapest_crossing(source, target, models)]
+['[S0,S1]', '[S0,R]']
+>>> received_bytes(source, target), live_bytes(source, target)
+(64, 128)
+>>> model = common_model(first, second, *models)
+>>> common_mesh(first, second), exchange_to(source, target, model)
+(DeviceMesh(range(8), (8,)), Exchange(axes=(), apart=()))
 
 An exchange treats the devices of both meshes as a single mesh: devices outside the source's mesh
-hold nothing before, and devices outside the target's mesh want nothing after. It may connect any
-spec of the first mesh with any spec of the second. Pricing a pair of specs requires listing who
-sends what, so pairs are priced in ascending order of a lower bound, until no remaining pair can be
-cheaper.
+have empty boxes before, and devices outside the target's mesh have empty boxes after. It may
+connect any spec of the first mesh with any spec of the second. The price of a pair of specs needs a
+list of all copies, so pairs are priced in ascending order of a lower bound, until no remaining pair
+can be cheaper.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,25 +50,25 @@ from shardspec.layout.routed import MAX_EXACT_DEVICES, intervals, shared
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 
 Boxes: TypeAlias = Mapping[int, Box]
-"""The box that each device holds."""
+"""Device id to its box."""
 
 _MAX_DEVICES: Final = 1 << 14
 """The most devices among which exchanges are planned."""
 _MAX_PIECES: Final = 500_000
 """The most pieces of one exchange; listing them takes seconds."""
 _MAX_WORK: Final = 2e7
-"""Pairs of specs times devices up to which every pair is considered."""
+"""The most pairs of specs times devices for which every pair is considered."""
 _MAX_INTERVALS: Final = 5e6
-"""Specs of a mesh times devices and dims up to which each spec is considered; 16 bytes each."""
+"""The most specs of a mesh times devices times dims to consider each spec; 16 bytes each."""
 _MAX_LISTED: Final = 300_000
-"""Pieces to list in a search before it settles for the best exchange so far."""
+"""The most pieces that a search lists before it returns the best exchange so far."""
 
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the devices of both: one of the two if it has them all, else a new row."""
+    """Return a mesh of the devices of both: one of the two if it has all of them, else one row."""
     ids_a, ids_b = set(a.ids), set(b.ids)
-    # Of two meshes with the same devices, the one with more axes tells more about distances.
+    # If the devices are the same, the mesh with more axes has more detailed distances.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
         return a
     if ids_a <= ids_b:
@@ -67,7 +78,7 @@ def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
 
 
 def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: CostModel) -> CostModel:
-    """Return the cost model of `common_mesh`; a new row gets the slowest link of both meshes."""
+    """Return the cost model of `common_mesh`; one row gets the slowest link of both meshes."""
     mesh = common_mesh(a, b)
     if mesh in (a, b):
         return model_a if mesh == a else model_b
@@ -102,7 +113,7 @@ def _crossing(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Exchange:
     cluster = _cluster_of(a, b, model)
     if cluster and cluster.per_node:
         hosts = [set(cluster.by_host(mesh.ids)) for mesh in (a, b)]
-        # Where no host has devices of both, all holders are equally far.
+        # If no host has devices of both, all holders are equally far.
         nearest = hosts[0] & hosts[1] and len(hosts[0] | hosts[1]) > 1
         return Exchange((), (), cluster.per_node if nearest else 0)
     return Exchange((), slower_axes(model, range(len(model.links))))
@@ -138,7 +149,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
 
 
 def live_bytes(before: Layout, after: Layout) -> int:
-    """Return the bytes that the fullest device of either mesh holds before and after together."""
+    """Return the bytes before and after, in sum, on the fullest device of either mesh."""
     if before.mesh == after.mesh:
         return before.max_local_bytes + after.max_local_bytes
     return max(
@@ -199,18 +210,18 @@ def _boxes_seconds(
 
 
 def _cluster_of(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Cluster | None:
-    """Return the cluster that prices pairs of devices; None if the axes of the mesh do."""
+    """Return the cluster that prices pairs of devices; None if links of axes price them."""
     cluster = model.cluster
     if a == b or cluster is None or model.link_model != "ring":
         return None
-    # The axes of a mesh with links of their own tell more than the hosts that follow from them.
+    # Links given per axis are more detailed than the hosts inferred from them.
     return cluster if cluster.per_node or common_mesh(a, b) not in (a, b) else None
 
 
 def _pair_link(
     meshes: tuple[DeviceMesh, DeviceMesh], model: CostModel
 ) -> Callable[[int, int], tuple[float, float]]:
-    """Return a function of two devices: seconds a message, and seconds a byte, between them."""
+    """Return a function from two devices to the seconds per message and per byte between them."""
     if (cluster := _cluster_of(*meshes, model)) is not None:
         return cluster.link
     mesh = common_mesh(*meshes)
@@ -220,7 +231,11 @@ def _pair_link(
 
 
 def count_pieces(have: Boxes, wanted: Boxes) -> int:
-    """Return the number of pieces of an exchange, including those that stay in place."""
+    """Return the number of pieces of an exchange, including those that are not sent.
+
+    >>> count_pieces({0: ((0, 4),), 1: ((4, 8),)}, {2: ((0, 8),), 3: ((0, 2),)})
+    3
+    """
     sides = [sorted(set(side)) for side in zip(*have.values(), strict=True)]
     ends = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     return sum(
@@ -234,7 +249,7 @@ def count_pieces(have: Boxes, wanted: Boxes) -> int:
 
 
 def _max_live_elements(have: Boxes, wanted: Boxes) -> int:
-    """Return the elements that the fullest device holds before and after together."""
+    """Return the elements before and after, in sum, on the fullest device."""
     return max(
         sum(box_size(boxes[device]) for boxes in (have, wanted) if device in boxes)
         for device in have.keys() | wanted.keys()
@@ -243,7 +258,7 @@ def _max_live_elements(have: Boxes, wanted: Boxes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The specs on one mesh from which, or in which, the tensor may cross."""
+    """The specs on one mesh that an exchange between meshes may start from, or lead to."""
 
     layout: Layout
     """The source or target of the conversion, whichever is on this mesh."""
@@ -253,7 +268,7 @@ class _Side:
 
     @classmethod
     def alone(cls, end: Layout) -> "_Side":
-        """Return a side with the spec of `end` alone, its reductions finished."""
+        """Return a side with only the spec of `end`, its reductions finished."""
         return cls(end, [state_of(end.spec)[0]], np.zeros(1))
 
     @classmethod
@@ -278,11 +293,11 @@ class _Side:
 def cheapest_crossing(
     source: Layout, target: Layout, models: tuple[CostModel, CostModel]
 ) -> tuple[Layout, Layout]:
-    """Return the two layouts between which a tensor crosses to another mesh.
+    """Return the layouts before and after the exchange to another mesh.
 
-    `models` are the cost models of the two meshes. The result is optimal where all pairs of specs
-    can be considered. On larger meshes the tensor crosses without a change of spec, or the best of
-    the pairs that were priced is returned. Raises `LayoutError` for too many devices or pieces.
+    `models` are the cost models of the two meshes. The result is optimal if all pairs of specs can
+    be considered. On larger meshes it is the best of the pairs that were priced, or just `source`
+    and `target`. Raises `LayoutError` for too many devices or pieces.
     """
     meshes = source.mesh, target.mesh
     mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
@@ -299,7 +314,7 @@ def cheapest_crossing(
         cache(lambda n: leaving.at(n).boxes()),
         cache(lambda n: arriving.at(n).boxes()),
     )
-    # Keyed by boxes: with axes of one device or short dims, many specs have the same boxes.
+    # Keyed by boxes, since many specs have the same boxes if axes or dims are short.
     seconds: dict[tuple[tuple[Box, ...], ...], float] = {}
     too_many: list[LayoutError] = []
     listed = 0
@@ -345,8 +360,8 @@ def _lowest(
 def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats:
     """Return a lower bound of the cost of exchanges between all specs, (leaving, arriving).
 
-    It is the time in which the neediest device receives what it lacks over the fastest link; on a
-    shared bus, in which all devices do.
+    The bound is the time to send the missing elements of one device over its fastest link, maximum
+    over devices; on a shared bus, those of all devices.
     """
     meshes = leaving.layout.mesh, arriving.layout.mesh
     place_in_source = {device: place for place, device in enumerate(meshes[0].ids)}

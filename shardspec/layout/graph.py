@@ -1,13 +1,20 @@
-"""The layout-transition graph: every spec is a node, every edge is exactly one step.
+"""The layout-transition graph: every node is a spec, every edge is exactly one step.
+
+>>> start = state_of(ShardingSpec.parse("[S0,R]"))
+>>> for step, state in successors(start, [0, 1]):
+...     print(spec_of(state), step)
+[S01,R] Slice(dim=0, axes=(1,))
+[S0,S1] Slice(dim=1, axes=(1,))
+[R,S0] AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,))
+[R,R] AllGather(dim=0, axes=(0,))
 
 The graph depends only on the number of mesh axes, the tensor rank and the pending reductions. Two
-axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457, and six axes give very many. So
-there are two forms: `successors` expands a node on demand, and `Space` stores the whole graph as
-arrays, so that thousands of edges are priced at once.
+axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457. There are two forms: `successors`
+expands a node on demand, and `Space` stores the whole graph as arrays, to price all edges at once.
 
 Slices are free, so the graph has only slices along single axes; plans join them afterwards. An
-all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of more. Of more pending axes
-than that, a reduction finishes one or all.
+all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of longer lists. If more axes
+are pending, a reduction finishes one of them or all.
 
 Matrices (states, states) have the seconds of the move from the row's state to the column's, or inf.
 """
@@ -48,12 +55,12 @@ Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """Axis and operation of each pending reduction, by ascending axis."""
 SpecState: TypeAlias = tuple[Cuts, PartialState]
-"""A spec in the form the search works on: quick to hash and to change."""
+"""A spec as tuples, which are quick to hash and to change."""
 Node: TypeAlias = tuple[int, bool]
-"""The index of a state, and whether a cut led to it; a cut is never followed by another."""
+"""The index of a state, and True if slices led to it; slices are never followed by slices."""
 
 TIE_SECONDS: Final = 1e-12
-"""Added per move while searching, so that of equally cheap plans the one with fewer moves wins."""
+"""Cost added per move to prefer the plan with fewer moves among equally cheap ones."""
 MAX_REORDERED: Final = 4
 """The most axes that one all-to-all may reorder."""
 MAX_STATES: Final = 1500
@@ -61,9 +68,9 @@ MAX_STATES: Final = 1500
 _MAX_ORDERS: Final = 5000
 _MAX_AXES: Final = 32
 _MAX_DIMS: Final = 64
-"""As many as torch and numpy have."""
+"""The limit of torch and numpy."""
 _SOURCES_AT_ONCE: Final = 24
-"""Rows that `distances` works on together: they fit into the CPU's cache."""
+"""Rows that `distances` relaxes together; they fit into the CPU's cache."""
 
 
 def state_of(spec: ShardingSpec) -> SpecState:
@@ -103,7 +110,7 @@ def explore(num_axes: int, start: ShardingSpec) -> "nx.DiGraph":
 def successors(
     state: SpecState, axes_to_use: Sequence[int], dims: Sequence[int] | None = None
 ) -> Iterator[tuple[Step, SpecState]]:
-    """Yield every step from a state with the state it leads to, in a fixed order, without repeats.
+    """Yield every step from a state, and the state after it, once each and in a fixed order.
 
     Slices use `axes_to_use`; axes move only to `dims`, by default to all.
     """
@@ -139,7 +146,7 @@ def successors(
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty subset of axes in every order; of many axes, only each and all."""
+    """Yield every non-empty subset of axes in every order; of many axes, only singles and all."""
     if len(axes) > MAX_REORDERED:
         yield from ((axis,) for axis in axes)
         yield tuple(axes)
@@ -150,13 +157,17 @@ def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
-    """Return the number of reachable specs; raises `LayoutError` for too many axes or dims."""
+    """Return the number of reachable specs; raises `LayoutError` for too many axes or dims.
+
+    >>> count_states(2, 2, 0), count_states(4, 4, 0)
+    (11, 1457)
+    """
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
             f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
             f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
         )
-    # p axes stay pending, and k of the others, in order, are dealt to the dims.
+    # p axes stay pending; k of the others, in order, are distributed over the dims.
     return sum(
         comb(num_pending, p) * comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
         for p in range(num_pending + 1)
@@ -165,9 +176,12 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return whether states that differ by a permutation of dims or like axes share prices.
+    """Return True if states that differ by a permutation of dims or like axes share prices.
 
-    They do if every dim divides evenly. False as well if there are too many permutations to use.
+    They do if every dim divides evenly. False also if there are too many permutations.
+
+    >>> is_symmetric((8, 8), (2, 4)), is_symmetric((8, 9), (2, 4))
+    (True, False)
     """
     orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
     devices = prod(mesh_shape)
@@ -176,19 +190,19 @@ def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """All specs of some axes, rank and pending reductions, and the steps among them."""
+    """All specs of some axes, rank and pending reductions, and the steps between them."""
 
     num_axes: int
     dims: int
     states: list[SpecState]
-    """In ascending order of pending reductions, then of cuts."""
+    """All states, sorted by pending reductions, then by cuts."""
     index: dict[SpecState, int]
     lists: list[tuple[int, ...]]
-    """Every list of axes that shards a dim somewhere."""
+    """Every list of axes that shards a dim of some state."""
     list_index: Ints
-    """(states, dims): which of `lists` shards each dim."""
+    """(states, dims): index into `lists` of the axes that shard each dim."""
     num_finished: int
-    """Number of leading states without pending reduction; permute and exchange join these."""
+    """Number of leading states without pending reduction; permute and exchange connect these."""
     steps: dict[tuple[int, int], Step]
     """(source state, target state) -> step."""
 
@@ -197,10 +211,10 @@ class Space:
 def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
     """Return the representative of each state's orbit, and the permutations that lead to it.
 
-    States in one orbit cost the same: they differ by a permutation of tensor dims (all but the
-    first dim if `first`), or of mesh axes with the same number in `alike`. Row ``u`` of the second
-    array (states, states) maps every state by the permutation that takes ``u`` to its
-    representative.
+    States in one orbit cost the same, as [S0,R] and [R,S0] of an even square do. They differ by a
+    permutation of tensor dims (all but the first dim if `first`), or of mesh axes with the same
+    number in `alike`. Row ``u`` of the second array (states, states) maps every state by the
+    permutation that takes ``u`` to its representative.
     """
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
@@ -247,8 +261,12 @@ def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
 def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.add) -> Floats:
     """Return (sources, states): the least seconds from each source to every state.
 
-    With `np.maximum` as `join`, the least bound that all moves of some path stay within. This is
+    With `np.maximum` as `join`, the least possible maximum over the moves of a path. This is
     Bellman-Ford relaxation, in as many rounds as the longest cheapest path has moves.
+
+    >>> move = np.array([[inf, 1.0, 5.0], [inf, inf, 2.0], [inf, inf, inf]])
+    >>> distances(move, [0]), distances(move, [0], np.maximum), shortest_walk(move, 0, 2)
+    (array([[0., 1., 3.]]), array([[0., 1., 2.]]), [0, 1, 2])
     """
     best: Floats = move[sources]
     best[np.arange(len(sources)), sources] = 0.0
@@ -266,20 +284,20 @@ def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.a
             for middle in middles:
                 join(rows[:, middle, None], move[middle], out=through)
                 np.minimum(rows, through, out=rows)
-            # Only states whose distance fell can shorten the way to others.
+            # Only states whose distance fell can shorten paths to others.
             middles = np.flatnonzero((rows < before).any(axis=0))
     return best
 
 
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
-    """Return the states of a cheapest path, including both ends; None if there is no path.
+    """Return the states of a cheapest path, `source` and `target` included; None without a path.
 
     Ties are broken by number of moves, then by state index.
     """
     best = distances(move, [source])[0]
     if not np.isfinite(best[target]):
         return None
-    # Next to millions of seconds the tie-breaker is lost to rounding, and moves lead in circles.
+    # Rounding removes the tie-breaker from very long times; this search still avoids cycles.
     follows: dict[int, int] = {target: target}
     queue = deque([target])
     while source not in follows:
@@ -302,10 +320,10 @@ def cheapest_path(
     bound: float = inf,
     max_edges: float = inf,
 ) -> list[tuple[Step, SpecState]] | None:
-    """Return the cheapest steps from one state to another, each with the state it leads to.
+    """Return the cheapest steps from one state to another, each with the state after it.
 
-    None if no path cheaper than `bound` turns up within `max_edges` steps. This is Dijkstra's
-    algorithm; networkx would need all edges in advance, which are millions for six axes.
+    None if `max_edges` steps contain no path cheaper than `bound`. This is Dijkstra's algorithm;
+    networkx would need all edges in advance, millions for six axes.
     """
     best: dict[SpecState, float] = {source: 0.0}
     came_from: dict[SpecState, tuple[SpecState, Step]] = {}
@@ -344,7 +362,7 @@ def cheapest_paths(
     goal: int,
     count: int,
 ) -> Iterator[list[Node]]:
-    """Yield at least the `count` cheapest paths in order; consecutive slices are one edge.
+    """Yield at least the `count` cheapest paths in order; consecutive slices form one edge.
 
     Paths are extended in the order of a lower bound of their total cost (A*).
     `networkx.shortest_simple_paths` would include paths that gather and slice back.
@@ -360,7 +378,7 @@ def cheapest_paths(
     totals: list[float] = []  # negative seconds of the cheapest complete paths, as a heap
 
     def cuts_from(start: int) -> dict[int, int]:
-        """Return the states that slices alone lead to, each with the number of slices."""
+        """Return the states reachable by slices alone, each with the number of slices."""
         num_slices = {start: 0}
         todo = [start]
         for state in todo:
@@ -372,7 +390,7 @@ def cheapest_paths(
         return num_slices
 
     def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
-        """Yield each next node with the seconds to it and the states on the way."""
+        """Yield each next node, the seconds of the edge, and the states that it visits."""
         state, after_cut = node
         least = move[state] + left
         for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
@@ -402,7 +420,7 @@ def cheapest_paths(
 
 
 def _between(before: SpecState, after: SpecState) -> frozenset[SpecState]:
-    """Return every state on any way of slicing `before` into `after`, without `before`."""
+    """Return every state between `before` and `after` in any order of slices, without `before`."""
     parts = (
         [longer[:length] for length in range(len(shorter), len(longer) + 1)]
         for shorter, longer in zip(before[0], after[0], strict=True)

@@ -1,4 +1,4 @@
-"""A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
+"""Layouts: mesh, spec, global shape and dtype of a tensor; they give the box of each device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
 
 
 def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
-    """Return whether this is a spec or its notation, rather than torch's placements."""
+    """Return True for a spec or its notation, False for torch's placements."""
     return isinstance(given, str | ShardingSpec) or not is_placements(given)
 
 
@@ -57,9 +57,9 @@ def checked_mesh(mesh: object) -> DeviceMesh:
 
 
 def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
-    """Return the spec of any form of it, with axes as numbers of `mesh`.
+    """Return a spec, notation or placements as a spec with the axis numbers of `mesh`.
 
-    `dims` is the number of the tensor's dims, or their sizes, which some strided shards need.
+    `dims` is the number of the tensor's dims, or their sizes; strided shards may need the sizes.
     Raises what `ShardingSpec.parse`, `resolve_axes` and `spec_of_placements` raise.
 
     >>> str(spec_on(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")), "[S(tp),R]", 2))
@@ -72,7 +72,7 @@ def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> Sha
 
 
 def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> SpecLike | None:
-    """Return whichever of two synonymous arguments is given; None if neither is."""
+    """Return the one of two synonymous arguments that is not None; None if both are."""
     if sharding_spec is not None and placements is not None:
         raise LayoutError("sharding_spec and placements mean the same; give one of the two")
     return placements if sharding_spec is None else sharding_spec
@@ -82,9 +82,9 @@ def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> 
 class Layout:
     """The box of a global tensor that each device of a mesh has.
 
-    Each split follows `torch.chunk` (ceil-sized blocks, then a short one, then empty ones), applied
-    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`. If a
-    device gets nothing of a dim, its interval is ``(size, size)``, the offset that torch uses too.
+    Boxes agree with `torch.distributed.tensor`: each axis, from the major one inward, splits like
+    `torch.chunk`, so 7 rows on 4 devices are 2, 2, 2 and 1. If a device gets nothing of a dim, its
+    interval is ``(size, size)``, as in torch.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Layout:
         The devices, and how they share the tensor: a `ShardingSpec`, its notation, or torch's
         placements.
     global_shape
-        Sizes of the whole tensor; ``()`` for a scalar, zeros allowed.
+        Sizes of the global tensor; ``()`` for a scalar, zeros allowed.
     dtype
         A torch or numpy dtype, or a name such as ``"bf16"``.
 
@@ -100,7 +100,7 @@ class Layout:
     ------
     LayoutError
         If spec and shape differ in the number of dims, a size is negative or not a whole number,
-        or the number of placements is not that of the mesh axes.
+        or there is not one placement per mesh axis.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError
@@ -120,9 +120,9 @@ class Layout:
     mesh: DeviceMesh
     """The devices."""
     spec: ShardingSpec
-    """The cut, every axis by number."""
+    """The spec, with axes by number."""
     global_shape: tuple[int, ...]
-    """Sizes of the whole tensor."""
+    """Sizes of the global tensor."""
     dtype: str
     """torch's name of the element type."""
     _hash: int = field(compare=False, repr=False)
@@ -152,9 +152,9 @@ class Layout:
         return f"{self.spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def box(self, physical_id: int) -> Box:
-        """Return the part of the global tensor that a device holds.
+        """Return the box of the global tensor that a device has.
 
-        Raises `MeshError` for a device outside the mesh, and `LayoutError` if the device holds
+        Raises `MeshError` for a device outside the mesh, and `LayoutError` if the device has
         several boxes; see `local_boxes`.
         """
         sides = self.intervals(physical_id)
@@ -167,9 +167,9 @@ class Layout:
         return tuple(side[0] for side in sides)
 
     def intervals(self, physical_id: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return for each dim the intervals of indices that a device holds, in ascending order.
+        """Return for each dim the intervals of indices that a device has, in ascending order.
 
-        Adjacent intervals are joined; ``(size, size)`` if the device holds nothing of a dim.
+        Adjacent intervals are joined; ``(size, size)`` if the device has nothing of a dim.
 
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2/1}]", (6,), "int8").intervals(0)
@@ -189,7 +189,7 @@ class Layout:
         return tuple(sides)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
-        """Return the boxes of the global tensor that a device holds, in the order of its shard.
+        """Return the boxes of the global tensor that a device has, in the order of its shard.
 
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2},R]", (6, 3), "int8").local_boxes(1)
@@ -224,12 +224,12 @@ class Layout:
 
     @property
     def max_local_bytes(self) -> int:
-        """Bytes of the largest shard, which is always that of the first device."""
+        """Bytes of the largest shard; the first device always has one of that size."""
         return prod(self.local_shape(self.mesh.ids[0])) * item_bytes(self.dtype)
 
     @property
     def global_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return prod(self.global_shape) * item_bytes(self.dtype)
 
     def with_spec(self, spec: SpecLike) -> "Layout":
@@ -259,7 +259,7 @@ class Layout:
         return Picture(self.title, cells, notes)
 
     def picture(self) -> str:
-        """Draw the parts of the tensor as text, each with its devices.
+        """Draw the boxes of the tensor as text, each with its devices.
 
         >>> print(Layout(DeviceMesh(range(4), (2, 2)), "[S1]", (10,), "f32").picture())
         [S1] of [10] float32 on 2x2
@@ -271,7 +271,7 @@ class Layout:
         return self.drawing().text()
 
     def _repr_html_(self) -> str:
-        """Draw the layout where notebooks show it."""
+        """Draw the layout in notebooks."""
         return notebook_html(lambda: self.drawing().svg(), str(self), self.mesh.size())
 
 
@@ -279,9 +279,9 @@ class Layout:
 def _checked(
     mesh: DeviceMesh, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
 ) -> tuple[ShardingSpec, tuple[int, ...], str, int]:
-    """Return what a layout has beside its mesh; raises what `Layout` raises.
+    """Return the fields of a layout except its mesh; raises what `Layout` raises.
 
-    Models have many tensors, but few shapes and specs.
+    Cached, because models have many tensors but few shapes and specs.
     """
     if prod(filter(None, shape)) > _MAX_ELEMENTS:
         raise LayoutError(
@@ -314,7 +314,7 @@ def _checked(
 def _part_intervals(
     cut: DimSpec, size: int, splits: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the intervals that one device holds of a dim with parts or blocks."""
+    """Return the intervals of a dim with parts or blocks that one device has."""
     devices, place = 1, 0
     for count, index in splits:
         devices, place = devices * count, place * count + index
@@ -336,13 +336,13 @@ def _part_intervals(
 
 @dataclass(frozen=True, slots=True)
 class LayoutCell:
-    """A layout restricted to one cell: a box of the tensor of which each device holds one box."""
+    """A layout restricted to one cell: each device has at most one box of the cell."""
 
     layout: Layout
     cell: Box
 
     def box(self, physical_id: int) -> Box:
-        """Return the part of the cell that a device holds; empty intervals for nothing."""
+        """Return the part of the cell that a device has, with empty intervals if it has none."""
         sides = []
         for side, (lo, hi) in zip(self.layout.intervals(physical_id), self.cell, strict=True):
             shared = [(max(a, lo), min(b, hi)) for a, b in side if max(a, lo) < min(b, hi)]
@@ -351,11 +351,11 @@ class LayoutCell:
         return tuple(sides)
 
     def boxes(self) -> dict[int, Box]:
-        """Return the part of the cell that every device holds, by physical id."""
+        """Return the part of the cell that each device has, by physical id."""
         return {device: self.box(device) for device in self.layout.mesh.ids}
 
     def index(self, physical_id: int) -> tuple[slice, ...]:
-        """Return the index, within its shard, of what a device holds of the cell."""
+        """Return the slices of a device's shard that contain its part of the cell."""
         index = []
         sides = zip(self.layout.intervals(physical_id), self.box(physical_id), strict=True)
         for side, (lo, hi) in sides:
@@ -365,7 +365,14 @@ class LayoutCell:
 
 
 def cells_of(*layouts: Layout) -> tuple[Box, ...]:
-    """Return the cells of a tensor: in every layout, each device holds one box of each cell."""
+    """Return the boxes into which the parts of all layouts divide a tensor.
+
+    In every layout, a device has at most one box of each cell.
+
+    >>> mesh = DeviceMesh(range(2), (2,))
+    >>> cells_of(Layout(mesh, "[S0{4,2}]", (6,), "int8"), Layout(mesh, "[R]", (6,), "int8"))
+    (((0, 4),), ((4, 6),))
+    """
     sides = []
     for dim, size in enumerate(layouts[0].global_shape):
         bounds = {0, size}

@@ -1,4 +1,4 @@
-"""Transfers of a step between two layouts, as data for communicators."""
+"""Lists the transfers of a step between two layouts, as data for communicators."""
 
 from functools import lru_cache
 
@@ -14,9 +14,8 @@ from shardspec.mesh.device_mesh import DeviceMesh
 def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = None) -> Transfers:
     """Return the transfers of a step among the devices of both layouts, or of one cell of them.
 
-    A `cell` is one of `cells_of`, which layouts with parts need. Devices outside a layout's mesh
-    hold nothing. A scalar has no dim that could be empty, so between two meshes it is a vector of
-    one element.
+    Layouts with parts need a `cell`, one of `cells_of`. Devices outside a layout's mesh have
+    empty boxes. Between two meshes a scalar counts as a vector of one element, which can be empty.
 
     Examples
     --------

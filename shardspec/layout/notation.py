@@ -8,10 +8,10 @@ The notation is that of Alpa and Colossal-AI, extended by pending reductions and
     axes    := DIGIT+ | "(" (INT | NAME) {"," (INT | NAME)} ")"
     partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
 
-In rules one dim may be ``...``. Brackets and blanks are optional on input. Bare digits are always
-one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately,
-``1024/2`` in two shares, copies of which are on neighboring devices; ``*128`` cuts only at
-multiples of 128.
+In rules one dim may be ``...``. Brackets and blanks are optional on input. Each bare digit is one
+axis; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately, ``1024/2``
+in two shares: on four devices, the first two have copies of the first share. ``*128`` cuts only
+at multiples of 128.
 """
 
 import re
@@ -26,7 +26,7 @@ from shardspec.text import shown
 
 _T = TypeVar("_T")
 OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
-"""Operations of pending reductions, in the order in which specs list them."""
+"""Operations of pending reductions, in the order of the text of a spec."""
 Cut: TypeAlias = Mapping[str, object]
 """The fields of a `DimSpec`."""
 
@@ -37,13 +37,13 @@ class Notation(NamedTuple):
     dims: list[Cut]
     pending: Mapping[Axis, ReduceOp]
     ellipsis: int | None
-    """The number of dims before ``...``; None without it."""
+    """Number of dims before ``...``; None without an ellipsis."""
 
 
 def read_notation(text: object, *, for_rule: bool = False) -> Notation:
-    """Parse a spec; ``...`` is accepted in rules.
+    """Parse a spec; ``...`` is accepted only with `for_rule`.
 
-    Raises `SpecSyntaxError` where the text does not follow the grammar.
+    Raises `SpecSyntaxError` if the text does not follow the grammar.
 
     >>> read_notation("R,S0|P1").dims, read_notation("...", for_rule=True).ellipsis
     ([{'axes': ()}, {'axes': (0,), 'parts': [], 'block': 1}], 0)
@@ -85,7 +85,7 @@ class _Parser:
         return Notation(dims, self._pending, self._ellipsis)
 
     def _dim(self) -> Cut | None:
-        """Read a dim; None is an ellipsis."""
+        """Read a dim; return None for an ellipsis."""
         if self._take(r"\.\.\."):
             if not self._for_rule:
                 raise self._error("'...' stands for dims only in rules; write R for each")
@@ -144,7 +144,7 @@ class _Parser:
         raise self._error("expected an axis number or name")
 
     def _listed(self, item: Callable[[], _T], until: str = "") -> list[_T]:
-        """Read items separated by commas, and the closing bracket `until` if given."""
+        """Read items separated by commas, and the closing bracket `until` if not empty."""
         items = [item()]
         while self._take(","):
             items.append(item())
@@ -155,7 +155,7 @@ class _Parser:
     def _take(self, pattern: str) -> str:
         """Skip blanks and read a match of the pattern; return it, or "" for no match."""
         match = _after_blanks(pattern).match(self._text, self._end)
-        assert match is not None, "nothing is a match too"
+        assert match is not None, "the pattern matches empty text"
         self._start, self._end = match.span(1)
         return match[1]
 

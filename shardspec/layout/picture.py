@@ -1,4 +1,4 @@
-"""Draws the parts of a tensor with their devices, as text, SVG and HTML."""
+"""Draws the boxes of a tensor with their devices, as text, SVG and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
@@ -13,12 +13,12 @@ from shardspec.boxes import Box
 from shardspec.errors import LayoutError
 
 Paint: TypeAlias = Callable[[int, str], str]
-"""Number of a box and a piece of text to that piece as it is to be printed."""
+"""Maps the number of a box and a piece of its text to the text to print, such as a colored one."""
 
 _Interval: TypeAlias = tuple[int, int]
 
 MAX_CELLS: Final = 4096
-"""The most boxes of a picture; more could not be read, and would take long to draw."""
+"""The most boxes of a picture; more would be illegible and slow."""
 
 _PIXELS: Final = 26
 """Pixels per element in an SVG drawn to scale."""
@@ -32,6 +32,10 @@ def style_sheet(kind: str, light: Mapping[str, str], dark: Mapping[str, str]) ->
     """Return the style sheet of drawings of one class, with extra rules for light and dark screens.
 
     Every rule names the class, because in a notebook a style sheet affects the whole page.
+
+    >>> sheet = style_sheet("graph", {" .edge": "stroke:#000"}, {})
+    >>> sheet[:23], ".graph .edge{stroke:#000}" in sheet
+    ('.graph{background:#fff}', True)
     """
 
     def rules(more: Mapping[str, str]) -> str:
@@ -54,7 +58,12 @@ _STYLE: Final = style_sheet(
 
 
 def draw(parent: Element, tag: str, text: str | None = None, /, **attributes: object) -> Element:
-    """Add an element to an SVG. Numbers are rounded to a tenth; `_` in a name is `-`."""
+    """Add an element to an SVG; numbers are rounded to a tenth, `_` in a name becomes `-`.
+
+    >>> line = draw(Element("svg"), "line", class_="edge", stroke_width=1.26)
+    >>> tostring(line)
+    b'<line class="edge" stroke-width="1.3" />'
+    """
     element = SubElement(parent, tag)
     element.text = text
     for key, value in attributes.items():
@@ -86,12 +95,12 @@ class Picture:
 
     title: str
     cells: Mapping[Box, Sequence[int]]
-    """The ids of the holders of each box. The boxes form a grid."""
+    """Box to the ids of its holders; the boxes form a grid."""
     notes: Sequence[str] = ()
     """Lines of text below the drawing."""
 
     def text(self, paint: Paint = lambda _, text: text) -> str:
-        """Return the drawing as text; the cells of dims of up to 8 elements are to scale.
+        """Return the drawing as text; dims of up to 8 elements are drawn to scale.
 
         >>> print(Picture("three parts", {((0, 9),): [0, 2], ((9, 12),): [1]}).text())
         three parts
@@ -109,7 +118,7 @@ class Picture:
         return "\n".join([*lines, *self.notes])
 
     def _grid(self, cells: Sequence[tuple[int, str]], paint: Paint) -> Iterator[str]:
-        """Yield the lines of one block, given the number and text of its boxes, row by row."""
+        """Yield the lines of one block from the numbers and texts of its boxes, row by row."""
         _, rows, columns = self._sides()
         above, beside = list(map(_side_text, columns)), list(map(_side_text, rows)) or [""]
         margin, per_row = max(map(len, beside)) + bool(rows), max(len(columns), 1)
@@ -201,7 +210,7 @@ class Picture:
         return html_page(self.title, self.svg())
 
     def _sides(self) -> tuple[list[list[_Interval]], list[_Interval], list[_Interval]]:
-        """Return the intervals along the dims before the last two, and of rows and columns."""
+        """Return the intervals of the dims before the last two, of rows, and of columns."""
         dims = len(next(iter(self.cells), ()))
         sides = [sorted({box[dim] for box in self.cells}) for dim in range(dims)]
         return sides[:-2], sides[-2] if dims > 1 else [], sides[-1] if sides else []
@@ -225,7 +234,11 @@ def html_page(title: str, body: str) -> str:
 
 
 def notebook_html(drawing: Callable[[], str], text: str, devices: int) -> str:
-    """Return HTML for notebooks: a drawing, or text if there is too much to draw."""
+    """Return HTML for notebooks: a drawing, or text if there are too many devices or boxes.
+
+    >>> notebook_html(lambda: "<svg/>", "a < b", 4), notebook_html(lambda: "<svg/>", "a < b", 9999)
+    ('<svg/>', '<pre>a &lt; b</pre>')
+    """
     with suppress(LayoutError):
         if devices <= MAX_CELLS:
             return drawing()
@@ -235,8 +248,8 @@ def notebook_html(drawing: Callable[[], str], text: str, devices: int) -> str:
 def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: int = 0) -> str:
     """Return pictures side by side as one SVG element; raises what `Picture.svg` raises.
 
-    `between` has a text for the arrow between each two pictures; if empty, there are no arrows. If
-    `per_row` is above 0, a new row begins after that many pictures.
+    `between` has the text of each arrow between two pictures; if empty, there are no arrows. If
+    `per_row` is above 0, a new row begins after `per_row` pictures.
     """
     parts = [picture._element() for picture in pictures]
     root = Element("svg", {"class": "shardspec-layout", "role": "img"})
@@ -263,16 +276,24 @@ def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: i
 
 
 def box_rgb(number: int) -> tuple[int, int, int]:
-    """Return the color of a box by its number; neighbors differ, and black text is legible."""
-    # The golden angle keeps hues apart however many boxes there are.
+    """Return the color of a box by its number; neighbors differ, and black text is legible.
+
+    >>> box_rgb(0), box_rgb(1)
+    ((172, 209, 246), (246, 172, 188))
+    """
+    # Multiples of the golden angle are distinct hues for any number of boxes.
     hue = (210 + number * 137.508) % 360 / 360
     red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.8))
     return red, green, blue
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Return ids in ascending order as text, with three or more in a row as a range: '1-3,7'."""
-    # Within a run, the difference of id and place is constant.
+    """Return ids in ascending order as text, with ranges for three or more consecutive ids.
+
+    >>> ids_text([7, 1, 2, 3, 8])
+    '1-3,7,8'
+    """
+    # Within a range, the difference of id and index is constant.
     by_run = groupby(enumerate(sorted(ids)), lambda place_and_id: place_and_id[1] - place_and_id[0])
     runs = [[id_ for _, id_ in run] for _, run in by_run]
     return ",".join(
@@ -292,7 +313,7 @@ def _side_text(side: _Interval) -> str:
 def _lengths(
     sides: Sequence[_Interval], needed: Sequence[int], element: int, to_scale: int
 ) -> list[int]:
-    """Return the drawn length of each interval of a dim: to scale in short dims, else equal."""
+    """Return the drawn length of each interval of a dim: to scale in short dims, or else equal."""
     if not sides or sides[-1][1] > to_scale:
         return [max(needed)] * len(needed)
     sizes = [hi - lo for lo, hi in sides]

@@ -1,12 +1,12 @@
-"""Specs in the words of `torch.distributed.tensor`: one placement per mesh axis, and back.
+"""Converts specs to placements of `torch.distributed.tensor`, one per mesh axis, and back.
 
-torch splits a dim by the axes that shard it from left to right. An axis that splits inside axes
-further right has a split factor, the number of parts which those have made before
-(``_StridedShard``): `[S10]` on a 2x2 mesh is ``(_StridedShard(0, split_factor=2), Shard(0))``. The
-rule is ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse. A
-factor of the only axis of a dim makes that many parts side by side, each sharded alone:
-`[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs torch:
-there are no placements of torch where its module has not been imported.
+torch splits a dim by the axes that shard it from left to right. If axes further right split first,
+the axis has a split factor, the number of their parts (``_StridedShard``): `[S10]` on a 2x2 mesh is
+``(_StridedShard(0, split_factor=2), Shard(0))``. The rule is
+``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse. If one axis
+shards a dim, its factor is the number of parts, each sharded separately: `[S0{4,4}]` on a mesh of 2
+is ``(_StridedShard(0, split_factor=2),)``. This module does not import torch: placements of torch
+exist only once its module has been imported.
 """
 
 import sys
@@ -31,11 +31,11 @@ REDUCE_OPS: Final[Mapping[str, ReduceOp]] = {
 
 
 class Split(NamedTuple):
-    """The axis splits a dim: torch's ``Shard``, or ``_StridedShard`` with a factor above 1."""
+    """A split of a dim: torch's ``Shard``, or ``_StridedShard`` with a factor above 1."""
 
     dim: int
     split_factor: int = 1
-    """Parts that axes further right have made of the dim before this one splits each of them."""
+    """Number of parts made by axes further right, each of which this axis splits."""
 
 
 Placement: TypeAlias = Split | ReduceOp | None
@@ -43,7 +43,11 @@ Placement: TypeAlias = Split | ReduceOp | None
 
 
 def is_placements(given: object) -> bool:
-    """Return True for a list, as of torch's placements; `LayoutError` for one outside a list."""
+    """Return True for a list, such as torch's placements; raises `LayoutError` for a placement.
+
+    >>> is_placements(["Shard(0)"]), is_placements("[S0]")
+    (True, False)
+    """
     types = sys.modules.get(_MODULE)
     if types is not None and isinstance(given, types.Placement):
         raise LayoutError(
@@ -56,8 +60,8 @@ def is_placements(given: object) -> bool:
 def own_placements(given: object) -> tuple[Placement, ...]:
     """Return torch's placements, for which `is_placements` is true, as `Placement` values.
 
-    Raises `LayoutError` for what is not a placement of torch, and `LossyConversionError` for a
-    masked or scaled partial.
+    Raises `LayoutError` for other objects, and `LossyConversionError` for a masked or scaled
+    partial.
     """
     assert isinstance(given, Sequence)
     types = sys.modules.get(_MODULE)
@@ -70,7 +74,7 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
             f"{shown(placement)} is not a placement; give Shard, Replicate or Partial of torch for "
             "each mesh axis, or a spec in one text, such as '[S0,R]'"
         )
-    # By exact class: those derived from Partial mean something else.
+    # By exact class, because subclasses of Partial have other meanings.
     kind = type(placement)
     if kind is types.Replicate:
         return None
@@ -92,7 +96,7 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
     """Return the placement of every mesh axis, for a spec with numbered axes.
 
-    Raises `LossyConversionError` for blocks, and for parts that torch would not make.
+    Raises `LossyConversionError` for blocks, and for parts that torch cannot express.
 
     >>> placements_of(ShardingSpec.parse("[S10,R|P2]"), (2, 3, 2))
     (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1), 'sum')
@@ -120,10 +124,10 @@ def spec_of_placements(
     """Return the spec equivalent to placements, one per mesh axis.
 
     `dims` is the number of the tensor's dims, or their sizes, which parts need; a negative dim of a
-    `Split` counts from the end. `shard_order` has, for each dim, the axes that split it, if torch
-    stores that beside the placements; split factors are then all 1. Raises `LayoutError` for
+    `Split` counts from the end. `shard_order` maps each dim to the axes that split it, if torch
+    stores it beside the placements; split factors are then all 1. Raises `LayoutError` for
     placements that do not fit mesh or tensor, and `LossyConversionError` if several axes shard
-    parts of one dim, for which torch has two contradictory rules.
+    parts of one dim, where two rules of torch contradict each other.
 
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
@@ -135,7 +139,7 @@ def spec_of_placements(
     dims = dims if isinstance(dims, int) else len(dims)
     orders: dict[int, list[int | str]] = {}
     factors: dict[int, list[int]] = {}
-    # From the right: each axis is inserted where the axes before it make as many parts as its
+    # From the right, each axis is inserted where the sizes of the axes before it multiply to its
     # split factor.
     for axis, placement in reversed(list(enumerate(placements))):
         if not isinstance(placement, Split):
@@ -188,7 +192,13 @@ def spec_of_placements(
 
 
 def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None:
-    """Raise `LayoutError` unless there is one placement per mesh axis."""
+    """Raise `LayoutError` unless there is one placement per mesh axis.
+
+    >>> check_count(["sum"], (2, 2))
+    Traceback (most recent call last):
+        ...
+    shardspec.errors.LayoutError: 1 placement for a mesh of 2 axes (2x2); give one per axis
+    """
     if len(placements) != len(mesh_shape):
         raise LayoutError(
             f"{counted(len(placements), 'placement')} for a mesh of "
@@ -198,6 +208,6 @@ def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None
 
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:
-    """Return the parts into which torch divides a dim before one axis shards each."""
+    """Return the parts into which torch divides a dim before an axis shards each of them."""
     ends = (split_interval(0, size, factor, place) for place in range(factor))
     return tuple(Part(hi - lo) for lo, hi in ends if lo < hi)

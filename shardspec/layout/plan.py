@@ -31,12 +31,12 @@ from shardspec.layout.pricing import pair_prices
 from shardspec.text import bytes_text, seconds_text, table_text, terminal_width, wrapped
 
 Move: TypeAlias = tuple[Step, Layout]
-"""A step, and the layout it leads to."""
+"""A step and the layout after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """The ordered steps from one layout to another. A plain value: it holds no group or tensor.
+    """The ordered steps from one layout to another; a plain value without groups or tensors.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class ConversionPlan:
     steps: tuple[Step, ...]
     """The steps in order; empty if source and target are the same."""
     layouts: tuple[Layout, ...]
-    """Source, then the layout after every step; the last one is the target."""
+    """The source, then the layout after each step; the last one is the target."""
     model: CostModel
     """The cost model of the source's mesh."""
     target_model: CostModel | None = None
@@ -60,12 +60,12 @@ class ConversionPlan:
 
     @property
     def source(self) -> Layout:
-        """The layout the plan starts from."""
+        """The layout before the first step."""
         return self.layouts[0]
 
     @property
     def target(self) -> Layout:
-        """The layout the plan arrives at."""
+        """The layout after the last step."""
         return self.layouts[-1]
 
     @property
@@ -81,12 +81,12 @@ class ConversionPlan:
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
-        """Bytes the busiest device receives in every step, by a bandwidth-optimal algorithm."""
+        """Bytes that the busiest device receives in each step, by bandwidth-optimal algorithms."""
         return tuple(step_bytes(*move) for move in self.moves)
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes the fullest device holds during every step: its shard before and after."""
+        """Bytes on the fullest device during each step: its shards before and after."""
         return tuple(live_bytes(before, after) for before, after in pairwise(self.layouts))
 
     @property
@@ -96,12 +96,12 @@ class ConversionPlan:
 
     @property
     def bytes_received(self) -> int:
-        """Sum over all steps of the bytes the busiest device receives."""
+        """Sum over all steps of the bytes that the busiest device receives."""
         return sum(self.step_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes a device holds at once."""
+        """The most bytes on a device at once."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
     @property
@@ -143,7 +143,7 @@ class ConversionPlan:
         }
 
     def svg(self) -> str:
-        """Draw every layout on the way and the steps between them as one SVG element.
+        """Draw the layouts and the steps between them as one SVG element.
 
         Raises LayoutError for layouts of more than 4,096 boxes.
         """
@@ -221,14 +221,23 @@ def plan_of_moves(
     model: CostModel,
     target_model: CostModel | None = None,
 ) -> ConversionPlan:
-    """Return the plan of moves from a layout."""
+    """Return the plan that starts at a layout and makes some moves."""
     moves = list(moves)
     layouts = (source, *(layout for _, layout in moves))
     return ConversionPlan(tuple(step for step, _ in moves), layouts, model, target_model)
 
 
 def communicating_moves(plan: ConversionPlan) -> tuple[tuple[Step, Layout, Layout], ...]:
-    """Return the moves that are not slices; slices are local and can be reordered."""
+    """Return the moves that are not slices; slices are local and can be reordered.
+
+    >>> from shardspec import DeviceMesh, LayoutConverter
+    >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (8, 8), "f32")
+    >>> plan = LayoutConverter().plan(source, "[R,S1]")
+    >>> step_text(plan.steps[0]), len(plan.moves), len(communicating_moves(plan))
+    ('slice dim 1', 2, 1)
+    >>> route_text(plan), difference_text(plan, plan)
+    ('slice 1, all-gather 0', 'this is the naive plan: here no other is cheaper')
+    """
     return tuple(move for move in plan.moves if not isinstance(move[0], Slice))
 
 
@@ -243,7 +252,7 @@ def model_between(plan: ConversionPlan, before: Layout, after: Layout) -> CostMo
 
 
 def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modeled seconds of a step; the model is of the `common_mesh` of both ends."""
+    """Return the modeled seconds of a step; `model` is that of the `common_mesh`."""
     plain = before.spec.is_plain and after.spec.is_plain
     if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return exchange_seconds(before, after, model)
@@ -256,7 +265,8 @@ def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) ->
 def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device receives in a step.
 
-    For a collective by a bandwidth-optimal algorithm; for permute and exchange what it lacks.
+    Collectives count as bandwidth-optimal: an all-gather of 100 bytes over 4 devices receives 300.
+    For permute and exchange these are the bytes that the device lacks.
     """
     if isinstance(step, Permute | Exchange):
         return received_bytes(before, after)
@@ -269,7 +279,7 @@ def known_error(plans: Iterable[ConversionPlan]) -> str:
     unknown: dict[str, None] = {}
     for plan in plans:
         for step, before, after in communicating_moves(plan):
-            if not step_bytes(step, before, after):  # as over an axis of one device
+            if not step_bytes(step, before, after):  # for example over an axis of one device
                 continue
             model = model_between(plan, before, after)
             link = measured_link(model, step, before.max_local_bytes)
@@ -286,13 +296,13 @@ def known_error(plans: Iterable[ConversionPlan]) -> str:
 
 
 def _group_text(model: CostModel, step: Step) -> str:
-    """Return the number of devices of a step's groups, for several nodes with how it is priced."""
+    """Return the size of a step's groups as text: '8', or '2 nodes × 4 (priced from tiers)'."""
     nodes, per_node = model.group(step.axes)
     return str(per_node) if nodes == 1 else f"{nodes} nodes × {per_node} (priced from tiers)"
 
 
 def step_text(step: Step) -> str:
-    """Say in a few words what a step does, the kind of step first."""
+    """Return a step in words, its kind first, as in 'all-gather dim 0'."""
     return _WORDS[type(step)].format(step)
 
 
@@ -310,7 +320,7 @@ STEP_COLORS: Final[Mapping[str, str]] = {
     "permute": "#b58900",
     "exchange": "#222222",
 }
-"""Colors by kind of step; most people who see few colors can tell these apart."""
+"""Colors by kind of step, chosen for color-blind readers too."""
 
 
 _WORDS: Final = {
@@ -325,7 +335,7 @@ _WORDS: Final = {
 
 
 def route_text(plan: ConversionPlan) -> str:
-    """Return the steps of a plan in a line: 'reduce-scatter tp, all-gather (dp,tp)'."""
+    """Return the steps of a plan in one line: 'reduce-scatter tp, all-gather (dp,tp)'."""
     each = []
     for step, before, _ in plan.moves:
         labels = before.mesh.axis_labels(step.axes)
@@ -355,7 +365,7 @@ def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
 
 
 def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
-    """Say in a sentence what a plan avoids, and how much of it."""
+    """Return a sentence that compares a plan with the naive one."""
     if not plan.steps:
         return "nothing to do, and nothing to avoid"
     if communicating_moves(plan) == communicating_moves(naive):
@@ -380,7 +390,7 @@ def _speed(seconds: float, naive: float) -> str:
 
 
 def _share(amount: int, naive: int, of_what: str) -> str:
-    """Return a part in words: a small fraction where it is close to one, else in per cent."""
+    """Return a ratio in words: '1/4 of the bytes', '37 % of the bytes', or '2× the bytes'."""
     if amount == naive:
         return "as many bytes" if of_what == "of the bytes" else "as much at its peak"
     if amount == 0:

@@ -1,9 +1,19 @@
-"""Prices of every move between every two specs, for one tensor on one mesh.
+"""Prices every single move between the specs of one tensor on one mesh.
+
+>>> from shardspec import DeviceMesh
+>>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S01]", (4_000_000,), "f32")
+>>> target, model = source.with_spec("[S10]"), CostModel.of_mesh(source.mesh)
+>>> permute, exchange = pair_prices(source, target, model)
+>>> permute < exchange
+True
+>>> prices = prices_of(source, model)
+>>> prices.step(prices.state(source), prices.state(target))
+Permute(axes=(0, 1))
 
 The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If
 every dim divides evenly under every spec, the latter depend only on the mesh and the rank, and
 specs that differ by a permutation of dims or of equivalent axes share them. Otherwise they are
-computed for the given shape.
+computed for the shape of the tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,21 +57,21 @@ from shardspec.layout.routed import (
 _ROUNDING: Final = 1e-12
 """Relative difference below which prices are equal: rounding of sums in different orders."""
 _FEW_STATES: Final = 200
-"""With at most this many states, prices take less than 1 MiB, so more tensors are cached."""
+"""Up to this many states, prices take less than 1 MiB, so more tensors are cached."""
 _MAX_CELLS: Final = 1 << 21
-"""Pairs of specs times pairs of devices that are priced in one batch."""
+"""The most pairs of specs times pairs of devices in one batch."""
 _MAX_WORK: Final = 1e7
-"""Pairs of specs times devices up to which every permute and exchange is priced."""
+"""The most pairs of specs times devices for which every permute and exchange is priced."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """The cheapest single move between all specs of a space."""
+    """The cheapest single move between any two specs of a space."""
 
     space: Space
     """The states of rows and columns."""
     steps: dict[tuple[int, int], Step]
-    """The collectives and slices."""
+    """(source state, target state) -> collective or slice."""
     local_bytes: Floats
     """Bytes of the largest shard of each state."""
     seconds: Floats
@@ -74,7 +84,7 @@ class Prices:
 
     @cached_property
     def live_bytes(self) -> Floats:
-        """Bytes on the fullest device during each move, before and after together; inf for none."""
+        """Bytes before and after each move, in sum, on the fullest device; inf without a move."""
         live: Floats = self.local_bytes[:, None] + self.local_bytes
         return np.where(np.isfinite(self.seconds), live, np.inf)
 
@@ -94,7 +104,7 @@ class Prices:
     def with_slices_joined(self) -> "Prices":
         """Return the prices with slices along several axes as single moves.
 
-        A joined slice has no intermediate shards that count towards `live_bytes`.
+        A joined slice has no intermediate shards to count in `live_bytes`.
         """
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
@@ -124,7 +134,7 @@ class Prices:
 
 
 def states_of(tensor: Layout) -> int:
-    """Return the number of specs that a conversion of a tensor can pass through."""
+    """Return the number of specs that a conversion of a tensor can visit."""
     return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 
@@ -136,7 +146,11 @@ def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
 
 
 def changed_axes(*both: Cuts) -> tuple[int, ...]:
-    """Return the axes whose place in the cuts differs, ascending."""
+    """Return the axes whose position in the cuts differs, ascending.
+
+    >>> changed_axes(((0, 1), ()), ((0,), (1,)))
+    (1,)
+    """
     before, after = (
         {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)} for cuts in both
     )
@@ -144,7 +158,12 @@ def changed_axes(*both: Cuts) -> tuple[int, ...]:
 
 
 def alike_axes(model: CostModel) -> tuple[int, ...]:
-    """Return a number for each mesh axis, equal for axes of the same length and link."""
+    """Return a number for each mesh axis, equal for axes of the same length and link.
+
+    >>> from shardspec.comm.curves import Link
+    >>> alike_axes(CostModel((2, 4, 2), (Link(1e-6, 1e-12),) * 3))
+    (0, 1, 0)
+    """
     each = zip(model.mesh_shape, model.links, strict=True)
     kinds = [(n, replace(link, name="")) for n, link in each]
     return tuple(map(kinds.index, kinds))
@@ -165,8 +184,8 @@ def prices_to_search(
 ) -> tuple[Prices, Floats]:
     """Return prices, and the seconds of moves within `max_bytes` with the tie-breaker added.
 
-    If there are too many pairs of specs to price permute and exchange for all, only the pair
-    `source`, `target` is priced.
+    If there are too many pairs of specs to price every permute and exchange, only those between
+    `source` and `target` are priced.
     """
     prices = prices_of(source, model)
     if max_bytes is not None:
@@ -214,7 +233,7 @@ large_prices = lru_cache(maxsize=4)(_prices)
 
 
 def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
-    """Return a cached form of `model.lines`, computed once for all steps of equal cost."""
+    """Return `model.lines` with a cache for steps of equal cost."""
     lines_of: dict[object, tuple[Line, ...]] = {}
 
     def lines(step: Step) -> tuple[Line, ...]:
@@ -229,7 +248,10 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
-    """Return both ends of every edge, and its lines over shard bytes; the lowest is the price."""
+    """Return the states before and after every step, and its lines over shard bytes.
+
+    The lowest line is the price.
+    """
     of_edges = list(map(step_lines(model), space.steps.values()))
     most = max(map(len, of_edges), default=1)
     lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
@@ -281,7 +303,7 @@ def _routed(
             prices[batch] = value_at(each, size).reshape(-1, count)
     if alike is not None:
         seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
-    seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    seconds[1][seconds[1] == 0] = np.inf  # nothing moves: a slice, or no step at all
     return seconds[0], seconds[1]
 
 
@@ -292,7 +314,7 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]
     sources = np.unique(orbits(space, alike_axes(model))[0])
     scale, rows = prod(sizes), []
     for batch, permute, exchange in _rows(space, model, sizes, sources):
-        # Lines along the slow axis in memory: maxima over them are many times faster.
+        # With lines along the slow axis in memory, maxima over them are many times faster.
         permute, exchange = (
             (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
             for fixed, slope in (permute, pruned(*exchange))

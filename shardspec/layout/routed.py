@@ -1,10 +1,17 @@
-"""Prices of permute and exchange, computed from the boxes of every device on both sides.
+"""Prices permute and exchange from the boxes of every device before and after.
 
-Every device gets what it lacks from the nearest holders, and equally near holders of the same box
-share the sending, which minimizes the load of the busiest. Per device and link the seconds are
-``alpha + bytes * beta``. The price of an exchange is that of the busiest device, sending or
-receiving; the price of a permute is that of the slowest link used. On a shared bus the bytes of all
-devices add up instead. Such a price is the maximum of a few lines ``fixed + slope * elements``.
+>>> from shardspec.comm.curves import Link
+>>> model = CostModel((2, 2), (Link(1e-5, 1e-9), Link(1e-6, 1e-10)))
+>>> routing = Routing(model, [8], [(0, 1), (1, 0)])
+>>> permute, exchange = routing.lines(np.array([[0]]), np.array([[1]]))  # S01 to S10, over bytes
+>>> value_at(permute, 1000), value_at(exchange, 1000)
+(array([1.2e-05]), array([1.2e-05]))
+
+Every device gets the elements it lacks from the nearest holders. Equally near holders of the same
+box share the sending. Per device and link the seconds are ``alpha + bytes * beta``. The price of an
+exchange is that of the busiest device, sending or receiving; the price of a permute is that of the
+slowest link used. On a shared bus the bytes of all devices add up instead. Such a price is the
+maximum of a few lines ``fixed + slope * elements``.
 """
 
 from collections.abc import Sequence
@@ -20,21 +27,25 @@ from shardspec.comm.cost import CostModel, exchange_start, pair_line, slower_axe
 from shardspec.layout.graph import Floats, Ints
 
 Sides: TypeAlias = tuple[Ints, Ints]
-"""The starts and the ends of intervals of a dim."""
+"""The starts and the stops of intervals of a dim."""
 Lines: TypeAlias = tuple[Floats, Floats]
 """Prices as the maximum of lines: their fixed parts and slopes, along the last axis."""
 
 MAX_EXACT_DEVICES: Final = 512
-"""The most devices that are priced each; on larger meshes the corners stand for all, which is
-exact where the cuts are even and the axes equally long."""
+"""The most devices of a mesh on which every device is priced. On larger meshes only the corners
+are, which is exact for even cuts and axes of equal length."""
 _MAX_PAIRS: Final = 1 << 20
-"""The most pairs of corners and devices; the largest meshes have four corners priced."""
+"""The most pairs of priced corners and devices; at least four corners are priced."""
 _ROUNDING: Final = 1e-12
 """Relative difference below which prices are equal: rounding of sums in different orders."""
 
 
 def value_at(lines: Lines, x: float) -> Floats:
-    """Return the maximum at `x` of the lines along the last axis."""
+    """Return the maximum at `x` of the lines along the last axis.
+
+    >>> value_at((np.array([1.0, 5.0]), np.array([3.0, 1.0])), 2.5)
+    np.float64(8.5)
+    """
     best: Floats = (lines[0] + lines[1] * x).max(axis=-1)
     return best
 
@@ -42,10 +53,13 @@ def value_at(lines: Lines, x: float) -> Floats:
 def pruned(fixed: Floats, slope: Floats) -> Lines:
     """Return usually far fewer lines with the same maximum for every ``x >= 0``.
 
-    The upper envelope of the kept lines is convex, so a line that rises above it does so at a
-    crossing of two of them.
+    The upper envelope of the lines found is convex, so a line that exceeds it does so at a crossing
+    of two of them.
+
+    >>> pruned(np.array([3.0, 1.0, 0.0]), np.array([0.0, 0.1, 2.0]))
+    (array([3., 0.]), array([0., 2.]))
     """
-    # Complex numbers sort by their real parts, and by the imaginary ones where those are equal.
+    # Complex numbers sort by their real parts, then by their imaginary parts.
     kept = [(fixed + 1j * slope).argmax(axis=-1), (slope + 1j * fixed).argmax(axis=-1)]
     while True:
         index = np.stack(kept, axis=-1)
@@ -65,13 +79,22 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
 
 @lru_cache(maxsize=8)
 def device_coordinates(mesh_shape: tuple[int, ...]) -> Ints:
-    """Return (devices, axes): the coordinates of every device, in row-major order."""
+    """Return (devices, axes): the coordinates of every device, in row-major order.
+
+    >>> device_coordinates((2, 2)).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
     coordinates: Ints = np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T
     return coordinates
 
 
 def intervals(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size: int) -> Sides:
-    """Return (lists, devices): starts and ends of each device's part of a dim."""
+    """Return (lists, devices): starts and stops of each device's part of a dim.
+
+    >>> starts, stops = intervals((2, 2), [(0,), (0, 1)], 6)
+    >>> starts.tolist(), stops.tolist()
+    ([[0, 0, 3, 3], [0, 2, 3, 5]], [[3, 3, 6, 6], [2, 3, 5, 6]])
+    """
     coordinates = device_coordinates(mesh_shape)
     sides = np.zeros((2, len(lists), len(coordinates)), dtype=np.int64)
     sides[1] = size
@@ -89,14 +112,22 @@ def intervals(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], siz
 
 
 def shared(a: Sides, b: Sides) -> Ints:
-    """Return the lengths of the intersections of intervals."""
+    """Return the lengths of the intersections of intervals.
+
+    >>> shared((np.array([0, 4]), np.array([4, 8])), (np.array([2, 0]), np.array([9, 3])))
+    array([2, 0])
+    """
     lengths: Ints = np.minimum(a[1], b[1])
     lengths = lengths - np.maximum(a[0], b[0])
     return np.maximum(lengths, 0, out=lengths)
 
 
 def longest(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size: int) -> Floats:
-    """Return the length of the longest part of a dim under each list of axes."""
+    """Return the length of the longest part of a dim under each list of axes.
+
+    >>> longest((2, 4), [(), (0,), (0, 1)], 10)
+    array([10.,  5.,  2.])
+    """
     sides = []
     for axes in lists:
         side = size
@@ -107,7 +138,7 @@ def longest(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size:
 
 
 class _Dim:
-    """Overlaps of devices along one tensor dim, for every pair of lists of axes."""
+    """Overlaps of the devices' parts of one tensor dim, for every pair of lists of axes."""
 
     def __init__(
         self, mesh_shape: tuple[int, ...], rows: Ints, lists: Sequence[tuple[int, ...]], size: int
@@ -115,7 +146,7 @@ class _Dim:
         self._mesh_shape, self._rows, self._lists = mesh_shape, rows, lists
         self.lo, self.hi = intervals(mesh_shape, lists, size)
         self.longest = longest(mesh_shape, lists, size)
-        # Lists with the same cuts and as many devices along them have the same number.
+        # Lists with the same cuts and the same number of devices get the same number.
         parts: dict[object, int] = {}
         self.parts = np.array(
             [
@@ -129,11 +160,11 @@ class _Dim:
         self._sums: dict[int, tuple[Floats, Floats]] = {}
 
     def sums(self, varying: int) -> tuple[Floats, Floats]:
-        """Return what a device shares with those that differ from it only on axes in `varying`.
+        """Return the overlaps of a device with those that differ from it only on axes in `varying`.
 
         Both arrays are (lists, lists, rows): the total overlap of those devices' parts under the
-        first list with the row device's own part under the second, and how many of these overlaps
-        are not empty. `varying` has one bit per axis.
+        first list with the row device's own part under the second, and the number of non-empty
+        overlaps. `varying` has one bit per axis.
         """
         # A dict, as a cache of a bound method would keep these arrays alive.
         if varying in self._sums:
@@ -156,7 +187,7 @@ class _Dim:
         return self._sums[varying]
 
     def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
-        """Return (pairs, rows, devices): whether two parts are the same non-empty interval."""
+        """Return (pairs, rows, devices): True where two parts are the same non-empty interval."""
         lo, hi = self.lo[a][:, self._rows, None], self.hi[a][:, self._rows, None]
         same: npt.NDArray[np.bool_] = lo == self.lo[b][:, None]
         same &= hi == self.hi[b][:, None]
@@ -165,7 +196,7 @@ class _Dim:
 
 
 class Routing:
-    """Prices permute and exchange between specs, given as indices of axis lists, one per dim."""
+    """Prices of permute and exchange between specs: rows of indices into `lists`, one per dim."""
 
     def __init__(
         self, model: CostModel, sizes: Sequence[int], lists: Sequence[tuple[int, ...]]
@@ -185,7 +216,8 @@ class Routing:
     def lines(self, sources: Ints, targets: Ints) -> tuple[Lines, Lines]:
         """Return the lines of permute and of exchange, over bytes per element, of pairs of specs.
 
-        The same axes must shard all sources. A permute between different sets of boxes costs inf.
+        All sources must be sharded by the same axes. A permute between different sets of boxes
+        costs inf.
         """
         used = int(self.axis_bits(sources[:1])[0])
         alike = (targets != sources).any(axis=-1)
@@ -205,10 +237,10 @@ class Routing:
         return elements
 
     def _exchange(self, sources: Ints, targets: Ints, used: int) -> Lines:
-        """Return the lines of exchanges, adding up what devices get over ever more costly axes.
+        """Return the lines of exchanges: the sums over axes, the cheapest first.
 
-        The devices that differ from a device only on some axes hold products of parts, one per
-        dim, so what it gets from them is a product of sums over single dims.
+        The devices that differ from a device only on some axes have products of parts, one per
+        dim. So the elements that it gets from them are a product of sums over single dims.
         """
         model, mesh_shape, every = self._model, self._mesh_shape, (1 << len(self._axes)) - 1
         apart = slower_axes(model, [axis for axis in self._axes if used >> axis & 1])
@@ -218,9 +250,9 @@ class Routing:
 
         @cache
         def reached(varying: int) -> Floats:
-            """Return elements and peers of receiving, then of sending, own part included.
+            """Return received elements and peers, then sent ones, the own part included.
 
-            Replicas share the requests to them equally.
+            Replicas share the sending equally.
             """
             asking = varying & used | sharing
             totals = np.ones((4, len(targets), len(self._rows)))
@@ -230,7 +262,7 @@ class Routing:
                 for total, sums in zip(totals[2:], table.sums(asking), strict=True):
                     total *= sums[targets[:, dim], sources[:, dim]]
             for axis in self._axes:
-                # All devices along an axis that the target does not use want the same.
+                # All devices along an axis that the target does not use request the same.
                 totals[2:, (unused_then & asking) >> axis & 1 == 1] *= mesh_shape[axis]
             totals[2] /= replicas
             return totals
@@ -244,7 +276,7 @@ class Routing:
             for cost in sorted(set(costs)):
                 now = reached(sum(1 << axis for axis in self._axes if costs[axis] <= cost))
                 more = now - before
-                # Pieces stay whole: of three pieces, one of two replicas sends two.
+                # Pieces are not divided: if two replicas send three pieces, one sends two.
                 more[3] = np.ceil((everything[3] - before[3]) / replicas)
                 more[3] -= np.ceil((everything[3] - now[3]) / replicas)
                 if which:
@@ -267,13 +299,13 @@ class Routing:
         return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
-        """Return the lines of permutes to targets with the same boxes, each equally often."""
+        """Return the lines of permutes; source and target have the same boxes equally often."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:
             crossed = (bits >> axis & 1)[None] * np.array(pair_line(self._model, axis))[:, None]
             np.maximum(links, crossed, out=links)
-        # Few of the many combinations of axes differ in latency and rate.
+        # Many combinations of axes have the same latency and rate.
         kinds, kind_of = np.unique(links[0] + 1j * links[1], return_inverse=True)
         every = (1 << len(self._axes)) - 1
         unused, unused_then = every & ~used, every & ~self.axis_bits(targets)
@@ -291,7 +323,7 @@ class Routing:
         )
         fixed, slope = (np.where(used_kinds, cost, 0.0) for cost in (kinds.real, kinds.imag))
         if self._model.link_model == "shared-bus":
-            # Empty shards do not travel, nor those that a device has already.
+            # Empty shards are not sent, nor shards that the device already has.
             stays = (wanted & (self.differ == 0)).any(axis=-1)
             moving = (wanted.any(axis=-1) & ~stays).mean(axis=-1) * prod(self._mesh_shape)
             fixed = fixed.max(axis=-1, keepdims=True)
@@ -301,9 +333,9 @@ class Routing:
 
 @lru_cache(maxsize=8)
 def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the priced devices, and for each pair of one and any device which axes differ.
+    """Return the priced devices, and the axes on which each differs from every device.
 
-    That is: the rows; (rows, devices) of bits of the axes that differ; the distinct values of
+    The arrays are the rows; (rows, devices), a bit per axis that differs; the distinct values of
     these bits; and (rows, devices), the index of each pair's bits among them.
     """
     coordinates = device_coordinates(mesh_shape)
@@ -311,7 +343,7 @@ def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, In
     if len(rows) > MAX_EXACT_DEVICES:
         ends = (sorted({0, n - 1}) for n in mesh_shape)
         corners = np.array([np.ravel_multi_index(at, mesh_shape) for at in product(*ends)])
-        # If there are too many corners, some that are spread evenly.
+        # If there are too many corners, use an evenly spaced selection.
         most = min(max(4, _MAX_PAIRS // len(rows)), len(corners))
         rows = corners[np.linspace(0, len(corners) - 1, most, dtype=int)]
     differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Rules: how tensors are sharded, by patterns of their names.
+"""Rules that give tensors their specs by patterns of their names.
 
-A rule is a shell pattern with a spec. Of several rules that match a name the last one counts. A
-spec with ``...`` is for tensors of any number of dims: ``[S(dp),...]`` shards the first dim.
+A rule is a shell pattern with a spec. If several rules match a name, the last one applies. A spec
+with ``...`` is for tensors of any number of dims: ``[S(dp),...]`` shards the first dim.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
 
 _MAX_SHOWN: Final = 3
-"""Rules and names that an error lists."""
+"""The most rules or names in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
-    """The spec of a rule: for one number of dims or, with ``...`` in it, for several.
+    """The spec of a rule, for tensors of one number of dims or, with ``...``, of any.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class RuleSpec:
     spec: ShardingSpec
     """The spec without the dims of the ellipsis."""
     ellipsis: int | None = None
-    """The number of dims before the ellipsis; None without an ellipsis."""
+    """Number of dims before the ellipsis; None without an ellipsis."""
 
     @classmethod
     def of(cls, given: OwnSpec) -> "RuleSpec":
@@ -68,7 +68,11 @@ class RuleSpec:
 
 
 def last_match(patterns: Iterable[str], name: str) -> str | None:
-    """Return the last pattern that matches a name."""
+    """Return the last pattern that matches a name; None if none does.
+
+    >>> last_match(["*", "*.bias", "x.*"], "up.bias")
+    '*.bias'
+    """
     matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
     return matching[-1] if matching else None
 
@@ -76,9 +80,9 @@ def last_match(patterns: Iterable[str], name: str) -> str | None:
 def winning_patterns(
     patterns: Sequence[str], names: Iterable[str], what: str = "tensor"
 ) -> dict[str, str]:
-    """Return for each name the last pattern that matches it, without names that none matches.
+    """Return the last pattern that matches each name; names without a match are missing.
 
-    Raises `LayoutError` for a pattern that matches nothing, or only names that later patterns
+    Raises `LayoutError` for a pattern that matches no name, or only names that later patterns
     match too.
 
     >>> winning_patterns(["*", "*.bias"], ["up.weight", "up.bias"])
@@ -123,13 +127,13 @@ def match_rules(
     ----------
     rules
         Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
-        against the whole name, case-sensitively. If several match a name, the last one counts. In
-        a spec ``...`` stands for as many ``R`` as the tensor has dims left; such a spec replicates
-        tensors without dims. So do torch's placements, which fit any number of dims too.
+        against the full name, case-sensitively. If several match a name, the last one applies.
+        ``...`` in a spec stands for ``R`` in all other dims; such a spec replicates tensors without
+        dims. torch's placements fit any number of dims too, and replicate tensors without dims.
     tensors
         Tensor name to its number of dims or its shape.
     device_mesh
-        The mesh of torch's placements; `_StridedShard` needs it, and shapes.
+        The mesh of torch's placements; only `_StridedShard` needs it, and shapes of the tensors.
 
     Returns
     -------
@@ -139,10 +143,10 @@ def match_rules(
     Raises
     ------
     LayoutError
-        If a rule matches nothing, or only names that later rules match too, if a spec is for
-        another number of dims than the tensor has, or placements do not fit it or the mesh.
+        If a rule matches no name, or only names that later rules match too; if a spec does not fit
+        the dims of a tensor; or if placements do not fit the tensor or the mesh.
     SpecSyntaxError, AxisError
-        If the text of a spec is malformed; the message names the rule.
+        If a spec is malformed; the message names the rule.
 
     Examples
     --------
@@ -184,7 +188,7 @@ def match_rules(
 def _of_placements(
     placements: Sequence[Placement], sizes: int | Sequence[int], mesh: DeviceMesh | None
 ) -> ShardingSpec:
-    """Return the spec for a tensor; a tensor without dims is replicated."""
+    """Return the spec of a tensor; a tensor without dims is replicated."""
     if mesh is None and any(isinstance(p, Split) and p.split_factor > 1 for p in placements):
         raise LayoutError("a _StridedShard depends on the mesh; give device_mesh=")
     if not sizes:

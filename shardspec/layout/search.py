@@ -1,6 +1,12 @@
-"""The search for the cheapest plan, on one mesh or across two, and the naive plan.
+"""Searches for the cheapest plan, on one mesh or across two, and makes the naive plan.
 
-The naive plan finishes reductions, gathers everything, then slices.
+>>> from shardspec import DeviceMesh
+>>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (4096, 4096), "f32")
+>>> target, model = source.with_spec("[R,S0]"), CostModel.of_mesh(source.mesh)
+>>> [str(layout.spec) for layout in cheapest_plan(source, target, model, None, None).layouts]
+['[S0,R]', '[R,S0]']
+>>> [str(layout.spec) for layout in naive_plan(source, target, model).layouts]
+['[S0,R]', '[R,R]', '[R,S0]']
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +38,7 @@ from shardspec.layout.spec import ShardingSpec
 _MAX_EDGES: Final = 100_000
 """The most steps that one search through a large graph examines; about a second."""
 _MAX_DIMS: Final = 8
-"""The dims that this search moves axes to, unless more are sharded at either end."""
+"""Dims to which this search moves axes, unless more are sharded in the source or target."""
 
 
 @lru_cache(maxsize=1024)
@@ -88,7 +94,7 @@ def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> 
 
 
 def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
-    """Return the error of a search that is made of all layouts at once, where they are too many."""
+    """Return the error of a search that needs all layouts at once, if they are too many."""
     return LayoutError(
         f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
         f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
@@ -98,23 +104,23 @@ def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
 def _moves_by_matrix(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    """Search the matrix of prices of all moves."""
+    """Return the cheapest moves, found in the matrix of prices of all moves."""
     prices, move = prices_to_search(source, model, max_bytes, target)
     start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
     if walk is None:
-        assert max_bytes is not None, "without a bound there is always a way"
+        assert max_bytes is not None, "without a bound there is always a path"
         least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
         raise _too_large(source, target, max_bytes, least)
     return [prices.move(source, *ends) for ends in pairwise(walk)]
 
 
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
-    """Search a graph of too many states for a matrix, on demand.
+    """Return the cheapest moves found in a graph that is too large for a matrix.
 
-    To bound the search, axes that neither end uses stay unused, and of the dims that are whole at
-    both ends only the longest are sharded. If `_MAX_EDGES` steps find no better path, the moves
-    are those of `_moves_without_search`, or the naive ones.
+    To bound the search, axes that source and target do not use stay unused, and only the longest
+    of the dims that neither shards are sharded on the way. If `_MAX_EDGES` steps find no better
+    path, the moves are those of `_moves_without_search`, or the naive ones.
     """
     ways = (
         _moves_without_search(source, target, model),
@@ -149,7 +155,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Return moves that finish reductions, then permute or exchange; else the naive ones.
+    """Return moves that finish reductions, then permute or exchange, or else the naive moves.
 
     Specs with parts or blocks are always converted in this way.
     """
@@ -170,7 +176,7 @@ def _moves_without_search(
             moves.append((Slice(dim, after[len(before) :]), layout))
         return moves
     permute, exchange = pair_prices(finished, target, model)
-    if min(permute, exchange) == inf:  # every device has what it needs, but no slice cuts it so
+    if min(permute, exchange) == inf:  # every device has its target box, but no slice gives it
         return [*moves, *naive_moves(finished, target.spec, model)]
     if permute <= exchange:
         return [*moves, (Permute(changed_axes(*ends)), target)]
@@ -194,7 +200,7 @@ def naive_plan(
 ) -> ConversionPlan:
     """Return the plan that all-reduces, all-gathers every sharded dim, and slices to the target.
 
-    To another mesh, the gathered tensor crosses whole and is sliced on the target's mesh.
+    Between two meshes, the gathered tensor is sent and then sliced on the target's mesh.
     Reductions that are pending in the target too stay pending.
     """
     moves: list[Move] = []
@@ -233,7 +239,13 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
 
 
 def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
-    """Yield moves that all-reduce what is pending in the source but not in the target."""
+    """Yield moves that all-reduce what is pending in the source but not in the target.
+
+    >>> from shardspec import DeviceMesh
+    >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[R|P01]", (8,), "f32")
+    >>> [(step, str(after.spec)) for step, after in finishing_moves(source, ShardingSpec(1))]
+    [(AllReduce(axes=(0, 1), op='sum'), '[R]')]
+    """
     spec = source.spec
     ending = [pending for pending in spec.partials if pending not in target.partials]
     for op in sorted({pending.op for pending in ending}):

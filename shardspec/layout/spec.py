@@ -13,9 +13,9 @@ from shardspec.mesh.device_mesh import Axis
 from shardspec.text import counted, shown
 
 _MAX_DIMS: Final = 1024
-"""Far more than any tensor has."""
+"""Maximum number of dims of a spec."""
 _SHORT: Final = 256
-"""Characters of the longest text whose spec is kept."""
+"""Maximum length of a text whose spec is cached."""
 
 
 def _axes_text(axes: Sequence[Axis]) -> str:
@@ -32,8 +32,8 @@ class Part:
     size: int
     """The length of the part."""
     shares: int = 0
-    """The number of shares if fewer than the devices along the axes: neighboring devices then hold
-    copies, and 1 replicates. The default 0 gives each device its own share."""
+    """Number of shares. With 2 shares on 4 devices, devices 0 and 1 have the first, 2 and 3 the
+    second; 1 replicates. The default 0 gives each device its own share."""
 
     def __str__(self) -> str:
         return f"{self.size}/{self.shares}" if self.shares else str(self.size)
@@ -66,7 +66,7 @@ class DimSpec:
     """
 
     axes: tuple[Axis, ...] = ()
-    """Axes by number or name; empty if the dim is whole on every device."""
+    """Axes by number or name; empty if the dim is not sharded."""
     parts: tuple[Part, ...] = ()
     """Pieces that are sharded separately; a device has a share of each, in order. By default the
     dim is one piece."""
@@ -85,7 +85,7 @@ class DimSpec:
 
     @property
     def is_plain(self) -> bool:
-        """True if the axes alone describe the cut: there are no parts and no blocks."""
+        """True if there are no parts and no blocks."""
         return not self.parts and self.block == 1
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class DimSpec:
 
 
 CutLike: TypeAlias = Sequence[Axis] | Mapping[str, Any] | DimSpec
-"""The axes of a dim; or with parts and blocks, a `DimSpec` or its fields as a dict."""
+"""The axes of a dim, or a `DimSpec`, or the fields of a `DimSpec` as a dict."""
 
 
 def _dim_spec(dim: int, cut: object) -> DimSpec:
@@ -120,7 +120,7 @@ def _dim_spec(dim: int, cut: object) -> DimSpec:
 class Partial:
     """A reduction that is pending over one mesh axis.
 
-    Every device along the axis holds one addend (for ``"sum"``) of the tensor's value. A pending
+    Every device along the axis has one addend (for ``"sum"``) of the tensor's value. A pending
     mean is the pending sum divided by the number of devices along the axis.
     """
 
@@ -135,18 +135,18 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ShardingSpec:
-    """Per tensor dim the ordered mesh axes that split it, plus pending reductions.
+    """The mesh axes that split each tensor dim, in order, and the pending reductions.
 
     Parameters
     ----------
     dims
         Number of tensor dims.
     dim_partition_dict
-        Tensor dim to the mesh axes that split it, major first. Missing dims are whole. A dim may be
-        text of digits, as JSON has keys. With parts or blocks, a `DimSpec` or a dict:
+        Tensor dim to the mesh axes that split it, major first. Missing dims are not sharded. Keys
+        may be text of digits, as in JSON. With parts or blocks, a `DimSpec` or a dict:
         ``{"axes": [0], "parts": [4096, "1024/2"], "block": 128}``.
     partial
-        Mesh axis to the operation of a reduction pending over it; likewise.
+        Mesh axis to the operation of the reduction pending over it.
     dim_size
         Colossal-AI's name for `dims`.
 
@@ -216,7 +216,7 @@ class ShardingSpec:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The kept hash is of this process only, since each salts its text hashes.
+        # Rebuilt rather than restored: hashes of text differ from process to process.
         cuts = dict(enumerate(self.dim_specs))
         return functools.partial(ShardingSpec, partial=self.partial), (self.dims, cuts)
 
@@ -224,8 +224,7 @@ class ShardingSpec:
     def parse(cls, text: str) -> "ShardingSpec":
         """Read a spec from its notation; brackets and blanks are optional.
 
-        Raises `SpecSyntaxError` where the text does not follow the grammar, which names the place;
-        `AxisError` as the constructor.
+        Raises `SpecSyntaxError`, which names the character, and `AxisError` as the constructor.
 
         >>> ShardingSpec.parse("[S10,R|P2]").dim_partition_dict
         {0: [1, 0]}
@@ -260,8 +259,13 @@ class ShardingSpec:
 
     @property
     def dim_partition_dict(self) -> dict[int, list[Axis]]:
-        """Tensor dim to the mesh axes that split it, without whole dims; `dim_specs` has parts."""
+        """Sharded tensor dim to the mesh axes that split it; `dim_specs` has the parts too."""
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
+
+    @property
+    def sharding_sequence(self) -> list[DimSpec]:
+        """One `DimSpec` per tensor dim, as Colossal-AI calls it."""
+        return list(self.dim_specs)
 
     @property
     def partial(self) -> dict[Axis, ReduceOp]:
@@ -270,7 +274,7 @@ class ShardingSpec:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Every axis used, in the order of the text."""
+        """All axes of the spec, in the order of its text."""
         cuts = (axis for cut in self.dim_specs for axis in cut.axes)
         return (*cuts, *(p.axis for p in self.partials))
 
@@ -299,7 +303,7 @@ class ShardingSpec:
         return ShardingSpec(self.dims, cuts, partial=self.partial)
 
     def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
-        """Return the spec with the reductions over some axes, or over all, no longer pending."""
+        """Return the spec without the pending reductions over some axes, by default over all."""
         if not self.partials:
             return self
         done = set(self.partial if axes is None else axes)
@@ -308,7 +312,7 @@ class ShardingSpec:
 
 
 def check_plain(spec: ShardingSpec, what: str) -> None:
-    """Raise `LossyConversionError` where a dim has parts or blocks, which `what` lacks."""
+    """Raise `LossyConversionError` if a dim has parts or blocks, which `what` cannot express."""
     if not spec.is_plain:
         plain = ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial)
         problem = f"{spec} cuts by parts or blocks, which {what} cannot say"
@@ -348,5 +352,5 @@ def _spec_of(notation: Notation) -> ShardingSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> ShardingSpec:
-    """Return the spec of a short text; models with many tensors have few different ones."""
+    """Return the cached spec of a text; models with many tensors have few distinct specs."""
     return _spec_of(read_notation(text))

@@ -1,4 +1,7 @@
-"""Arrays of costs: between all layouts of a tensor, and of given pairs of layouts."""
+"""Computes arrays of costs, between all layouts of a tensor or for pairs of layouts.
+
+`LayoutConverter.cost_table` and `LayoutConverter.costs` show examples.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,7 +46,7 @@ _MAX_WORK: Final = 3e8
 """The limit of `prices_of` for a table: about a minute."""
 _MAX_LAYOUTS: Final = 3000
 _MAX_SHOWN: Final = 64
-"""Layouts whose costs a notebook shows."""
+"""The most layouts in a table of a notebook."""
 _BYTES_EACH: Final = 200
 """Memory per pair of layouts while a table is computed."""
 _MAX_SPREAD: Final = 1 << 26
@@ -54,25 +57,24 @@ _MAX_SPREAD: Final = 1 << 26
 class CostTable:
     """The costs of the cheapest plans between all layouts of one tensor.
 
-    Rows of the arrays (layouts, layouts) are sources, columns are targets.
+    Arrays are (layouts, layouts): rows are sources, columns are targets.
     """
 
     labels: tuple[str, ...]
-    """The specs in canonical notation, axes by name where the mesh has names. They label rows and
-    columns alike."""
+    """The specs of rows and columns in canonical notation, with axis names if the mesh has any."""
     seconds: npt.NDArray[np.float64]
-    """inf where there is no plan: the target has a pending reduction that the source lacks."""
+    """Seconds of the plan; inf if the target has a pending reduction that the source lacks."""
     mesh_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: str
     bytes_received: npt.NDArray[np.int64]
-    """Bytes that the busiest device receives in a cheapest plan; -1 where there is no plan."""
+    """Bytes that the busiest device receives in a cheapest plan; -1 without a plan."""
     peak_bytes: npt.NDArray[np.int64]
-    """The most that a device holds at once; -1 where there is no plan."""
+    """The most bytes on a device at once; -1 without a plan."""
     local_bytes: npt.NDArray[np.int64]
-    """Per layout the bytes of the largest shard."""
+    """Bytes of the largest shard of each layout."""
     axis_names: tuple[str, ...] | None = None
-    """The names of the mesh axes, which `cost` and `index` accept in specs."""
+    """The names of the mesh axes; `cost` and `index` accept them in specs."""
 
     def __repr__(self) -> str:
         return (
@@ -81,7 +83,7 @@ class CostTable:
         )
 
     def _repr_html_(self) -> str:
-        """Show the seconds in notebooks, in darker cells where they are higher."""
+        """Show the seconds in notebooks, with darker cells for higher ones."""
         if len(self.labels) > _MAX_SHOWN:
             return f"<code>{escape(repr(self))}</code>"
         finite = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
@@ -184,7 +186,7 @@ def table_prices(whole: Layout, model: CostModel) -> Prices:
 def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Return seconds, received bytes and peak bytes of a cheapest path between all states.
 
-    Where dims divide evenly, only one spec of each orbit is searched from.
+    If dims divide evenly, the search starts from only one spec of each orbit.
     """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
@@ -231,9 +233,9 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
 
 
 def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
-    """Return a function from the source of a move to every state to the bytes it receives.
+    """Return a function that counts the bytes received by the busiest device in moves.
 
-    Those of the busiest device: entry ``s`` of its argument is the source of the move to state s.
+    Entry ``s`` of its argument is the source of the move to state ``s``.
     """
     space, mesh_shape = prices.space, whole.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
@@ -265,7 +267,7 @@ def pair_costs(
     cost: Callable[[Layout, Layout], float],
     layout_of: Callable[[_End], Layout],
 ) -> Floats:
-    """Return the seconds of pairs, from matrices of prices or else by `cost`.
+    """Return the seconds of pairs from matrices of prices, or else by `cost`.
 
     `layout_of` is called once per distinct object; see `LayoutConverter.costs`.
     """
@@ -335,9 +337,9 @@ def _ids(values: Iterable[object]) -> Ints:
 def _distinct(
     ends: Sequence[_End], layout_of: Callable[[_End], Layout]
 ) -> tuple[list[Layout], Ints]:
-    """Return the distinct layouts, and the index of each end's layout among them.
+    """Return the distinct layouts, and the index of each object's layout among them.
 
-    Ends are compared by identity first, for speed.
+    Objects are compared by identity first, for speed.
     """
     ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
     examples = np.empty(len(ids), dtype=np.int64)

@@ -1,4 +1,7 @@
-"""The transition graph of a tensor, priced, as a value of networkx and in Graphviz's language."""
+"""Makes the priced transition graph of a tensor, for networkx and in Graphviz's language.
+
+`LayoutConverter.graph` and `LayoutConverter.to_dot` show examples.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -58,7 +61,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
 
 
 def _places(cuts: Cuts, num_axes: int) -> list[int]:
-    """Return for each axis a number for the dim it shards and its position in it; 0 if unused."""
+    """Return a number for the dim and the position of each axis; 0 for an unused axis."""
     places = [0] * num_axes
     for dim, axes in enumerate(cuts):
         for index, axis in enumerate(axes):
@@ -95,7 +98,7 @@ def dot_text(layout: Layout, model: CostModel, plan: ConversionPlan | None = Non
         lines.append(f"  {labels[spec]};")
         for reached, of in graph[spec].items():
             ends = labels[spec], labels[reached]
-            # Permute and exchange join any two specs; the picture has those of the plan.
+            # Permute and exchange connect any two specs; the picture has those of the plan.
             if ends not in path and not isinstance(of["step"], Permute | Exchange):
                 lines.append(edge(ends, of["step"], of["seconds"], ""))
     return "\n".join([*lines, *path.values(), "}", ""])

@@ -1,1 +1,1 @@
-"""Links measured on the user's own machines: times of steps, and the links that fit them."""
+"""Measures steps on the user's own machines, and fits links to the times."""

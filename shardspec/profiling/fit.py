@@ -1,9 +1,9 @@
 """Fits curves of collectives, and the links of a cluster, to measured times.
 
-A curve is the minimum of two lines, for a protocol of low latency and one of high bandwidth, which
-meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
-outliers (iteratively reweighted least squares). Each size is left out once and priced by the fit of
-the others, which yields the errors.
+A curve is the minimum of two lines, one for a protocol of low latency and one for high bandwidth.
+They meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
+outliers (iteratively reweighted least squares). Errors are those of leave-one-out: each size is
+priced by the fit of the other sizes.
 """
 
 import re
@@ -26,13 +26,13 @@ from shardspec.text import bytes_text, seconds_text
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = Sequence[tuple[float, float]]
-"""Pairs of the whole buffer's bytes and seconds, by ascending size."""
+"""(bytes of the whole buffer, seconds), by ascending size."""
 
 _ROUNDS: Final = 8
 _TRUSTED: Final = 0.2
-"""The relative error up to which a measurement has full weight."""
+"""Relative error up to which a measurement has full weight."""
 _FEWEST: Final = 6
-"""The fewest measurements for a curve of two lines."""
+"""Minimum number of measurements for a curve of two lines."""
 
 
 def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
@@ -48,10 +48,7 @@ def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
 
 
 def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
-    """Return the least-squares solution for two nonnegative unknowns.
-
-    It is in the interior or on one of the two edges.
-    """
+    """Return the least-squares solution for two nonnegative unknowns; one of them may be 0."""
     (a, b), *_ = np.linalg.lstsq(np.stack([x, y], axis=1), right)
     if a >= 0 and b >= 0:
         return float(a), float(b)
@@ -60,7 +57,7 @@ def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
 
 
 def candidate_lines(times: Times) -> list[tuple[float, tuple[Line, ...]]]:
-    """Return candidate curves, as distance to the measured times and lines, nearest first."""
+    """Return candidate curves as (distance to the measured times, lines), nearest first."""
     size, seconds = np.array(times, dtype=np.float64).T
 
     def fit(*parts: slice) -> tuple[Line, ...]:
@@ -92,7 +89,7 @@ def fit_curve(
 
 
 def unseen_errors(times: Times, fit: Callable[[Times], Curve]) -> list[float]:
-    """Return the relative error at each size when the curve is fitted to the other sizes."""
+    """Return the relative error at each size of the curve fitted to the other sizes."""
     errors = []
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
         without = fit([*times[:place], *times[place + 1 :]])
@@ -101,7 +98,11 @@ def unseen_errors(times: Times, fit: Callable[[Times], Curve]) -> list[float]:
 
 
 def middle_and_most(errors: Sequence[float]) -> tuple[float, float] | None:
-    """Return the median and the 90th percentile of errors; None if there are none."""
+    """Return the median and the 90th percentile of errors; None if there are none.
+
+    >>> middle_and_most([0.1, 0.2, 0.3])
+    (0.2, 0.28)
+    """
     if not errors:
         return None
     median, most = np.quantile(errors, (0.5, 0.9))
@@ -109,7 +110,11 @@ def middle_and_most(errors: Sequence[float]) -> tuple[float, float] | None:
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
-    """Return the step for one of `KINDS`, on a tensor of two dims."""
+    """Return the step for one of `KINDS`, on a tensor of two dims.
+
+    >>> step_of("all-gather", (0,))
+    AllGather(dim=0, axes=(0,))
+    """
     steps: dict[str, Step] = {
         "all-gather": AllGather(0, axes),
         "reduce-scatter": ReduceScatter(0, axes, "sum"),
@@ -135,8 +140,8 @@ def fitted_links(
 ) -> LinkPreset:
     """Return the links of a cluster that fit measured times.
 
-    `between` names the link between hosts, where no run is of several. Runs of one collective on
-    as many devices count together. Raises `ProfileError` if no run is of a collective in one host.
+    `between` names the link between hosts, if no run spans several hosts. Runs of one collective on
+    equally many devices are joined. Raises `ProfileError` if no run is of a collective in one host.
     """
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
@@ -178,7 +183,11 @@ def fit_rows(preset: LinkPreset) -> list[list[str]]:
 
 
 def line_text(line: Line) -> str:
-    """Return a line as text: its seconds, and its rate."""
+    """Return a line as text: its seconds, and its rate.
+
+    >>> line_text((2e-5, 1e-11))
+    '20 µs + 100 GB/s'
+    """
     rate = f"{1e-9 / line[1]:.4g} GB/s" if line[1] else "free"
     return f"{seconds_text(line[0])} + {rate}"
 
@@ -197,16 +206,16 @@ _TEST: Final = re.compile(r"(all_gather|reduce_scatter|all_reduce|alltoall|sendr
 
 
 class Log(NamedTuple):
-    """The times of one run of nccl-tests, out of place."""
+    """The out-of-place times of one run of nccl-tests."""
 
     run: Timing
     version: str | None
 
 
 def read_log(path: Path, nodes: int | None = None) -> Log:
-    """Return the times of a log; `nodes` is the number of hosts where it does not tell.
+    """Return the times of a log of nccl-tests; `nodes` replaces its number of hosts.
 
-    Raises `ProfileError` if the file is not such a log, or has no times out of place.
+    Raises `ProfileError` if the file is not such a log, or has no out-of-place times.
     """
     text = read_input_file(path, _MOST_BYTES).decode("utf-8", "replace")
     named = _TEST.search(text) or _TEST.search(path.name)

@@ -21,9 +21,9 @@ from shardspec.profiling.fit import Timing, step_of
 
 _WARM_UPS: Final = 2
 MOST_AT_ONCE: Final = 20
-"""Repetitions of the shortest steps; longer ones are repeated less."""
+"""Repetitions of the shortest steps; longer steps are repeated less."""
 _SECONDS_EACH: Final = 0.05
-"""The time limit for repetitions of one step and size beyond the least number."""
+"""Time limit for the repetitions of one step and size beyond `repeats`."""
 
 
 def measure(
@@ -38,8 +38,8 @@ def measure(
     """Return the times of every kind of step along every group of axes, at every size.
 
     All processes call this. `sizes` are approximate bytes of a shard before the step. Each step is
-    repeated at least `repeats` times. `per_node` devices share a host, by their ids; by default all
-    do. `progress` is called with the number of measurements so far and in total.
+    repeated at least `repeats` times. `per_node` devices with consecutive ids share a host; by
+    default all do. `progress` is called with the number of measurements so far and in total.
     """
     mesh = communicator.mesh
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]

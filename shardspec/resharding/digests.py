@@ -1,9 +1,9 @@
 """Digests of tensors, independent of their sharding: digests of disjoint boxes add up.
 
-`docs/digest.md` states the formula of ``shardspec-digest-1``. In short: the bytes of a tensor, as
-numbers of 32 bits, are each multiplied by an odd key of their place in a row and an odd key of the
-row, and added up modulo 2^64, twice with other keys. A third sum counts each element once, by keys
-of its place, so that gaps and overlaps show where all is zero.
+`docs/digest.md` defines ``shardspec-digest-1``. In short: the bytes of a tensor are read as 32-bit
+numbers. Each is multiplied by an odd key of its position in a row and an odd key of the row, and
+the products are added modulo 2^64. Two such sums, the lanes, have different keys. A third sum, the
+cover, adds one key per element, so that gaps and overlaps show even in a tensor of zeros.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ from shardspec.text import counted, shown
 DIGEST_FORMAT: Final = "shardspec-digest-1"
 LANES: Final = 2
 _ROW_BYTES: Final = 1024
-"""Minimum bytes of a row, for which trailing dims are joined."""
+"""Minimum bytes of a row; trailing dims are joined to reach it."""
 _SEGMENT_BYTES: Final = 1 << 14
-"""Longer rows are cut into segments."""
+"""Maximum bytes of a segment; longer rows are cut."""
 _STEP_BYTES: Final = 1 << 18
 """Bytes processed per step (fits the L2 cache)."""
 _CHUNK_BYTES: Final = 1 << 22
@@ -78,7 +78,7 @@ class TensorDigest:
     sums: tuple[int, ...] = (0,) * (LANES + 1)
     """Both lanes, and the cover."""
     seed: int = 0
-    """Selects the keys."""
+    """Number that selects the keys."""
 
     @classmethod
     def of_box(
@@ -89,10 +89,10 @@ class TensorDigest:
         dtype: object,
         seed: int = 0,
     ) -> "TensorDigest":
-        """Return the digest of one box, given its elements, or numbers with their bits.
+        """Return the digest of one box from its elements, or from integers with the same bits.
 
         Raises LayoutError if the array does not have the box's shape, the dtype's width and the
-        byte order of this machine, or the box does not lie in the tensor.
+        byte order of this machine, or the box is not inside the tensor.
         """
         name, sizes = dtype_name(dtype), tuple(shape)
         fits = len(box) == len(sizes) and contains(tuple((0, n) for n in sizes), box)
@@ -113,7 +113,7 @@ class TensorDigest:
         seed: int = 0,
         cover: str | None = None,
     ) -> "TensorDigest":
-        """Return the digest with a value and a cover, by default that of a whole tensor.
+        """Return the digest with a value and a cover, by default the cover of all elements.
 
         Raises CheckpointError if either is invalid.
         """
@@ -128,7 +128,7 @@ class TensorDigest:
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
-        """Add elements of a box, from the byte `start` of the row-major box on, by their bytes."""
+        """Return the digest plus some bytes of a row-major box, which begin at byte `start`."""
         flat = np.frombuffer(data, bits_type(item_bytes(self.dtype)))
         digest, at, first = self, 0, start // flat.itemsize
         for part in row_major_boxes(box_shape(box), first, first + len(flat)):
@@ -139,8 +139,8 @@ class TensorDigest:
         return digest
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
-        """Add the elements of a box."""
-        if not box_size(box):  # a dim without elements, beside others of any length
+        """Return the digest plus the elements of a box."""
+        if not box_size(box):  # its other dims may be huge
             return self
         lanes = _lanes(array.view(bits_type(array.itemsize)), box, self.shape, self.seed)
         return self._plus((*lanes.tolist(), _cover(box, self.seed)))
@@ -162,12 +162,12 @@ class TensorDigest:
 
     @property
     def value(self) -> str:
-        """The lanes, as 32 hexadecimal digits."""
+        """Both lanes, as 32 hexadecimal digits."""
         return "".join(f"{lane:016x}" for lane in self.sums[:LANES])
 
     @property
     def cover(self) -> str:
-        """The sum that counts elements, as 16 hexadecimal digits."""
+        """Sum of one key per element, as 16 hexadecimal digits."""
         return f"{self.sums[-1]:016x}"
 
     @property
@@ -177,7 +177,7 @@ class TensorDigest:
 
     @property
     def complete(self) -> bool:
-        """True if every element was counted once."""
+        """True if every element was counted exactly once."""
         return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
 
     def difference(self, other: "TensorDigest") -> str:
@@ -192,7 +192,7 @@ class TensorDigest:
 
 
 class Digests(Mapping[str, TensorDigest]):
-    """Digests of the tensors of a checkpoint or state dict, by name; those of parts add up.
+    """Digests by tensor name, of a checkpoint or state dict; digests of parts add up.
 
     Examples
     --------
@@ -232,7 +232,7 @@ class Digests(Mapping[str, TensorDigest]):
         return f"Digests({counted(len(self), 'tensor')}, value {self.value})"
 
     def __add__(self, other: "Digests") -> "Digests":
-        """Return the sum over two disjoint parts of a state dict: other tensors, or other boxes."""
+        """Return the sum of two parts of a state dict: different tensors, or disjoint boxes."""
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and {other.seed} do not add up; digest all with one"
@@ -251,7 +251,7 @@ class Digests(Mapping[str, TensorDigest]):
         return Digests(total, self.seed)
 
     def require_complete(self) -> "Digests":
-        """Return the digests; CheckpointError names a tensor that has gaps or overlaps."""
+        """Return these digests, or raise CheckpointError if a tensor has gaps or overlaps."""
         for name, digest in self.items():
             if not digest.complete:
                 raise CheckpointError(
@@ -262,7 +262,7 @@ class Digests(Mapping[str, TensorDigest]):
 
     @property
     def value(self) -> str:
-        """One value for all tensors, 32 hexadecimal digits: of names, dtypes, shapes and values."""
+        """Hash of all names, dtypes, shapes and values, as 32 hexadecimal digits."""
         lines = hashlib.sha256()
         for name, digest in self.items():
             row = [name, to_safetensors(digest.dtype), list(digest.shape), digest.value]
@@ -271,7 +271,7 @@ class Digests(Mapping[str, TensorDigest]):
         return lines.hexdigest()[:32]
 
     def differences(self, other: "Digests") -> list[str]:
-        """Return the differences from other digests, a line each."""
+        """Return one line per difference from other digests."""
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
@@ -304,7 +304,7 @@ class Digests(Mapping[str, TensorDigest]):
 
 
 def digests_of_json(stored: object, where: str) -> Digests:
-    """Return digests as `Digests.to_json` writes them; CheckpointError if a file has others."""
+    """Return the digests that `Digests.to_json` wrote; CheckpointError for another format."""
 
     def wrong(problem: str) -> CheckpointError:
         return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
@@ -347,7 +347,7 @@ def _mixed(numbers: _Words) -> _Words:
 
 
 _GAMMA: Final = 0x9E3779B97F4A7C15
-# Streams of keys: of the rows, a lane each; of the words in a row, two a lane; of the cover, two a
+# Streams of keys: for rows one per lane; for words in a row two per lane; for the cover two per
 # dim.
 _ROWS: Final = 0
 _WORDS: Final = LANES
@@ -362,14 +362,14 @@ def _start(stream: int, seed: int) -> int:
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return odd keys of numbers, a row for each stream."""
+    """Return odd keys of numbers, one row per stream."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
 
 @lru_cache(8)
 def _word_keys(seed: int) -> _Words:
-    """Return, for each lane, the keys of words of 64 bits and those of their upper halves."""
+    """Return two rows per lane: keys of 64-bit words, and keys of their upper halves."""
     places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
     return _keys(places, range(_WORDS, _COVER), seed)
 
@@ -383,7 +383,7 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
-    """Return the row-major numbers of the elements of a box."""
+    """Return the row-major index of each element of a box."""
     numbers: _Words = np.array([0], np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
         inner = np.arange(lo, hi, dtype=np.uint64)
@@ -392,7 +392,7 @@ def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
 
 
 def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return the lanes of the elements of a box."""
+    """Return one sum per lane over the elements of a box."""
     width, lanes = array.itemsize, np.zeros(LANES, np.uint64)
     adjacent = not box or array.strides[-1] == width or array.shape[-1] == 1
     (lo, hi) = box[-1] if box else (0, 1)
@@ -413,7 +413,7 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
 
 
 def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return the lanes of a box that is not empty, given row-major."""
+    """Return one sum per lane over a nonempty row-major box."""
     if not shape:
         array, box, shape = array.reshape(1), ((0, 1),), (1,)
     dim = _joined_from(shape, array.itemsize)
@@ -444,7 +444,7 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return the lanes of segments, or of the same part of each, from the element `at` on."""
+    """Return one sum per lane over segments, or over the part of each that begins at `at`."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]
@@ -482,7 +482,7 @@ def _cover(box: Box, seed: int) -> int:
 
 @lru_cache(1024)
 def _side(dim: int, lo: int, hi: int, seed: int) -> int:
-    """Return the sum of the keys of indices: that of the block times that of the place in it."""
+    """Return the sum over indices of the block's key times the key of the position in it."""
     before = _key_sums(dim, seed)
     total = 0
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
@@ -497,7 +497,7 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
 
 @lru_cache(64)
 def _key_sums(dim: int, seed: int) -> _Words:
-    """Return the running sums of the keys of the places in a block."""
+    """Return the running sums of the keys of the positions in a block."""
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])

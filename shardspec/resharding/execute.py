@@ -1,4 +1,4 @@
-"""Carries out a reshard plan: by the transport of a job, or between devices of one process."""
+"""Carries out a reshard plan, in a job or for all devices in one process."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ def run_reshard(
     check_equal(unequal_pair(plan, inputs.statement.shared, inputs.devices.values()))
     values = agreed_values(plan, {0: inputs.statement.values})
     shards = {device: DeviceShards(plan, device, each) for device, each in inputs.devices.items()}
-    # Devices may share what is filled.
+    # Devices may share tensors of `out`, so all are cleared before the first copy.
     for each in shards.values():
         each.allocate()
         each.clear()
@@ -95,7 +95,7 @@ def _run_in_job(
     except Exception as error:  # whatever it is, the other ranks would wait for this one
         cause = error
         statement = Statement(Failure(LayoutError, failure_text(error)), b"", (), 0, False)
-    # Held by one thread at a time, and compared on all ranks before the first byte.
+    # One thread converts at a time, and ranks compare their plans before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
     if receipt:
         facts["with a receipt of version"] = str(version)
@@ -118,7 +118,7 @@ def _run_in_job(
         transport = communicator.transport(home, casts=casts)
         reserved = own.reserve(transport)
         if reserved or not all(other.fills for other in statements.values()):
-            communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
+            communicator.gather({rank: None})  # fails on all ranks if one lacks memory
         own.clear()
         to = f", to version {version}," if receipt else ""
         why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
@@ -162,7 +162,7 @@ def _device_type(inputs: DeviceInputs) -> str:
 
 
 def _compare_stages(counts: Mapping[int, int]) -> None:
-    """Raise on every rank if plans differ: prices may round otherwise on another processor."""
+    """Raise CommunicatorError if ranks have different stages: prices may round differently."""
     first = min(counts)
     for peer, count in counts.items():
         if count != counts[first]:
@@ -175,7 +175,7 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 def _results(
     plan: StateCopies, of_devices: Mapping[int, "DeviceShards"], inputs: Inputs
 ) -> dict[str, Any]:
-    """Return what was filled, in the order of the state dict."""
+    """Return the filled tensors, in the order of the state dict."""
     filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
     for place, move in enumerate(plan.moves):
@@ -197,7 +197,7 @@ def _results(
 
 
 class DeviceShards:
-    """The shards of one device, and what it does with them."""
+    """The shards of one device, and its part of each stage."""
 
     def __init__(self, plan: StateCopies, device: int, inputs: DeviceInputs) -> None:
         self.plan, self.device = plan, device
@@ -216,7 +216,7 @@ class DeviceShards:
             if place not in self.target and self.device in move.target.mesh:
                 if name not in made:
                     shape, dtype = shape_and_dtype(move.target, self.device)
-                    # Zeros: what no tensor of the source fills is padding.
+                    # Zeros, since elements that no source tensor fills are padding.
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
 
@@ -237,7 +237,7 @@ class DeviceShards:
         return sum(len(turns.get(first, ())) for turns in (sends, receives) if first), largest
 
     def stage(self, number: int) -> Stage:
-        """Return what the device does in a stage of the plan; later stages pass data on."""
+        """Return the device's part of a stage; stages after the first read the target."""
         streams = self.plan.stages[number].streams(self.device)
         name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
         return Stage(
@@ -263,11 +263,11 @@ class DeviceShards:
 
     def _dtype(self, number: int, copy: Copy) -> torch.dtype:
         move = self.plan.moves[copy.places[0]]
-        # Casts happen in the first stage; after it data is as in the result.
+        # The first stage casts; later ones pass on elements of the target.
         return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
-        """Yield the copies inside the device, then the messages of the plan, or whole boxes."""
+        """Yield copies inside the device, then messages; without `most_bytes`, one wave of all."""
         kept = [copy for copy in self.plan.kept if copy.receiver == self.device]
         own = {self.device: kept} if kept and not number else {}
         if most_bytes is None:

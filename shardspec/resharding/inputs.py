@@ -53,18 +53,18 @@ class DeviceInputs(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """Facts of a state dict that a process tells the others before anything moves."""
+    """Facts about the state dict of a process, sent to the others before anything moves."""
 
     failure: Failure | None
     """The error, if a check failed; the other fields are then empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
     shared: tuple[tuple[str, str], ...]
-    """Names of the target whose shards in `out` are the same memory."""
+    """Pairs of target names whose shards in `out` are the same memory."""
     num_stages: int
     """Number of stages; compared between ranks because prices may round differently."""
     fills: bool
-    """True if `out` has all results, so that no memory is allocated for them."""
+    """True if results go to `out`, so that no memory is allocated for them."""
 
 
 class Inputs(NamedTuple):
@@ -81,10 +81,10 @@ class Inputs(NamedTuple):
 def checked_inputs(
     plan: StateCopies, state: State, out: State | None, devices: Sequence[int], *, alone: bool
 ) -> Inputs:
-    """Return the shards that this process has for some devices of a plan.
+    """Return the shards in this process of some devices of a plan.
 
-    If its device is `alone` in its process, plain tensors count as shards. Raises
-    LayoutError if anything is not as the plan says.
+    With `alone`, the process has one device, and plain tensors count as its shards. Raises
+    LayoutError if a tensor or value differs from the plan.
     """
     state = flat_state(state)
     sources = {move.source_name: move.source for move in plan.moves}
@@ -100,7 +100,7 @@ def checked_inputs(
             )
     flat_out = None if out is None else flat_state(out)
     if flat_out is not None:
-        # Plain values of it stay as they are.
+        # Its plain values are not filled.
         plain = [n for n in flat_out.keys() - targets.keys() if is_plain(flat_out[n])]
         _check_names("out", flat_out, {*targets, *plain})
         _check_layouts("out", flat_out, targets, devices)
@@ -120,7 +120,7 @@ def checked_inputs(
     shared = _shared(plan, read, filled) if flat_out is not None else ()
     kept = {new: state[name] for name, new in plan.values if name in state}
     inputs = {
-        # The values themselves are to lie in memory.
+        # Copies read memory, so lazy conjugates and negatives are computed first.
         device: DeviceInputs({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
@@ -132,20 +132,20 @@ def checked_inputs(
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
     if unknown := sorted(values.keys() - set(planned)):
         raise LayoutError(
-            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; leave it out, "
-            "or make the plan with it"
+            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; remove it, or "
+            "make the plan with it"
         )
 
 
 def _check_layouts(
     where: str, values: State, planned: Mapping[str, Layout], devices: Sequence[int]
 ) -> None:
-    """Compare the layouts that DTensors state with those of the plan, where they are used."""
+    """Raise LayoutError if a DTensor on these devices has another layout than in the plan."""
     for name, layout in planned.items():
         value = values.get(name)
         if not isinstance(value, Layout | DTensor | TorchDTensor):
             continue
-        # What others have, as a second replica of a model on a mesh of its own, is not read.
+        # Tensors on other meshes, such as a second replica of the model, are not read.
         if any(device in layout.mesh for device in devices):
             stated = stated_layout(name, value)
             if stated not in (None, layout) and not same_shards(stated, layout):
@@ -163,7 +163,7 @@ def _layout_text(layout: Layout) -> str:
 def shard_of(
     name: str, label: str, layout: Layout, device: int, values: State, *, alone: bool
 ) -> torch.Tensor:
-    """Return the shard of a tensor, if it is as the plan says; LayoutError if not."""
+    """Return the shard of a tensor on a device; LayoutError if it differs from the plan."""
     if name not in values:
         where = "the state dict" if label == repr(name) else "out"
         raise LayoutError(f"tensor {name!r} is missing from {where}")
@@ -191,9 +191,7 @@ def shard_of(
     except LayoutError as error:
         raise LayoutError(f"{label}: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LayoutError(
-            f"{label} is a {type(shard).__name__}, which is made of other tensors; give these"
-        )
+        raise LayoutError(f"{label} is a {type(shard).__name__}, made of other tensors; give these")
     if not has_memory(shard):
         raise LayoutError(
             f"the shard of {label} on device {device} has no memory: it is on the meta device, or "
@@ -273,7 +271,7 @@ def unequal_pair(
 
 
 def check_equal(pair: tuple[str, str] | None) -> None:
-    """Raise LayoutError for a pair of names of `out` that are one tensor, but get two."""
+    """Raise LayoutError for two names of `out` that share a tensor, but get different values."""
     if pair is not None:
         raise LayoutError(
             f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory, but differ in the source; give "
@@ -282,12 +280,12 @@ def check_equal(pair: tuple[str, str] | None) -> None:
 
 
 def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, object]:
-    """Return the plain values, which are the same on all devices that have any.
+    """Return the plain values, which must be equal on all devices that have them.
 
-    `pickled` holds the values of each device. Raises LayoutError if some differ, or
-    no device has one.
+    `pickled` maps each device to its values. Raises LayoutError if values differ, or if no device
+    has one of them.
     """
-    # Equal bytes are equal values, and few differ.
+    # Most devices have equal bytes, which are unpickled once.
     dicts: dict[bytes, dict[str, object]] = {}
     for data in pickled.values():
         if data not in dicts:
@@ -308,7 +306,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
             if keys[id(theirs)] != keys[id(having[first])]:
                 raise LayoutError(
                     f"{name!r} is {shown(values[new])} on rank {first} and {shown(theirs[new])} on "
-                    f"rank {peer}; make them equal, or leave it out"
+                    f"rank {peer}; make them equal, or remove it"
                 )
     return values
 
@@ -317,7 +315,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key that tensors share exactly if they are the same elements of the same memory."""
+    """Return a key, equal for tensors that are the same elements of the same memory."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -413,14 +411,14 @@ def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_contiguous() and second.is_contiguous():
         return True
     try:
-        # numpy's types allow but two of the numbers that it takes.
+        # numpy's stubs allow only two values of max_work.
         return np.shares_memory(_array(first), _array(second), max_work=_MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
 class _Interface:
-    """An array at an address, as numpy takes it."""
+    """Gives numpy the memory of a tensor, of any dtype."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         item = tensor.element_size()
@@ -438,15 +436,15 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
     return np.asarray(_Interface(tensor))
 
 
-# --- layouts that ranks have
+# --- layouts of all ranks
 
 
 def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     """Return the layouts of the tensors that any rank of the job has; None for plain values.
 
-    All ranks call this, those that hold nothing with ``{}``. Of copies on meshes apart from each
-    other, the one with the lowest rank counts. Raises LayoutError on all ranks if two of them lay
-    out a tensor in different ways.
+    All ranks call this; ranks without tensors pass ``{}``. Of copies on disjoint meshes, that of
+    the lowest rank counts. Raises LayoutError on all ranks if two ranks lay out a tensor
+    differently.
     """
     ranks = range(dist.get_world_size())
     communicator = ProcessGroupCommunicator.of(DeviceMesh(ranks))
@@ -454,7 +452,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     with communicator.telling():
         own = _own_layouts(flat_state(state))
         content = pickle.dumps(own)
-        # Most ranks have the same, which is sent by the first of them.
+        # Most ranks have equal layouts, which only the first of them sends.
         digests = communicator.gather({rank: sha256(content).digest()})
         first = {digests[peer]: peer for peer in reversed(ranks)}
         sends = first[digests[rank]] == rank
@@ -470,7 +468,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
                 texts = [str(value) if value else "a plain value" for value in (before, layout)]
                 raise LayoutError(
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
-                    "them alike"
+                    "them equal"
                 )
     return layouts
 
@@ -478,8 +476,8 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
 def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
     """Return the layouts of the tensors of this rank; None for plain values.
 
-    A plain tensor, as buffers and what `parallelize_module` leaves alone, is replicated over
-    the mesh of the DTensors beside it. Raises LayoutError where that is not one mesh.
+    Plain tensors, such as buffers, are replicated over the mesh of the DTensors beside them.
+    Raises LayoutError unless one of their meshes contains the others.
     """
     layouts = {name: stated_layout(name, value) for name, value in state.items()}
     meshes = {layout.mesh for layout in layouts.values() if layout}

@@ -1,4 +1,4 @@
-"""The text of a name map: TOML, of bounded size, whose names have placeholders for numbers."""
+"""Reads name maps from TOML, and matches names with patterns such as ``layers.{i}.weight``."""
 
 import re
 from collections import defaultdict
@@ -13,11 +13,11 @@ from shardspec.resharding.views import evaluate
 from shardspec.text import shown
 
 Side: TypeAlias = tuple[str, ...]
-"""A name, then perhaps a view, then perhaps slices of it."""
+"""A name, perhaps with a view and slices of it: ``("qkv", "(g r) c", "r[:2]")``."""
 Binding: TypeAlias = dict[str, int]
 """Placeholder -> its number."""
 NamesByForm: TypeAlias = Mapping[str, Sequence[str]]
-"""Names grouped by their text without numbers, so that a pattern looks at few of them."""
+"""Names grouped by `form_of`, so that a pattern is compared with few of them."""
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 _DIGITS: Final = re.compile("[0-9]+")
@@ -65,7 +65,7 @@ def _tables(given: _Table, key: str, keys: Collection[str]) -> list[dict[str, ob
 
 
 def _side(table: _Table, end: str) -> Side:
-    """Return one end of a table: a name, then perhaps a view, then perhaps slices of it."""
+    """Return the source or the target of a table."""
     value = table.get(end)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -86,7 +86,7 @@ def placeholders(text: str) -> set[str]:
 
 
 def check_pattern(name: str) -> None:
-    """Raise LayoutError if placeholders are odd, or digits do not tell to which they belong."""
+    """Raise LayoutError for an unmatched brace, or for adjacent placeholders as in ``{i}{j}``."""
     if set("{}") & set(_PLACEHOLDER.sub("", name)):
         raise LayoutError(f"{shown(name)} has a brace that is no placeholder, as {{i}} is one")
     between = _PLACEHOLDER.split(name)[2:-1:2]
@@ -106,7 +106,7 @@ def form_of(name: str) -> str:
 
 
 def names_by_form(names: Iterable[str]) -> NamesByForm:
-    """Group names by their text without numbers."""
+    """Return names grouped by `form_of`."""
     by_form = defaultdict(list)
     for name in names:
         by_form[form_of(name)].append(name)
@@ -149,7 +149,7 @@ def filled(side: Side, binding: Mapping[str, int]) -> Side:
 
 @lru_cache(maxsize=4096)
 def _formats(side: Side) -> tuple[tuple[str, Sequence[str]], ...]:
-    """Return each text of a side as what ``%`` takes, and its placeholders in order."""
+    """Return each text of a side as a format for ``%``, and its placeholders in order."""
     split = [_PLACEHOLDER.split(text.replace("%", "%%")) for text in side]
     return tuple(("%d".join(parts[::2]), parts[1::2]) for parts in split)
 
@@ -168,7 +168,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         raise LayoutError(
-            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
+            f"the size {error.args[1][0]!r} refers to itself; give it as a number"
         ) from None
     for name in order:
         text = sizes.get(name)
@@ -196,7 +196,7 @@ def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
 
 
 def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
-    """Replace sizes that are short for others, such as those of a model's config.
+    """Return a text with abbreviated sizes replaced by what they stand for.
 
     >>> in_words_of_config("'g' is 4 long", {"g": "num_key_value_heads"})
     "'num_key_value_heads' is 4 long"

@@ -3,10 +3,10 @@
 A map is read from TOML. Names may have placeholders for numbers, views are those of
 `shardspec.resharding.views`::
 
-    model_types = ["llama"]     # of the configs that the map is for; without it, of all
+    model_types = ["llama"]     # accepted model types; without this line, all
 
-    [sizes]                     # numbers, or sums and products of sizes and of a model's config
-    "{i}" = "num_hidden_layers" # how many numbers a placeholder stands for, from 0 on
+    [sizes]                     # numbers, or expressions in other sizes and keys of a config
+    "{i}" = "num_hidden_layers" # a placeholder counts from 0 up to this size
     g = "num_key_value_heads"
     q = "num_attention_heads // num_key_value_heads"
     d = "hidden_size // num_attention_heads"
@@ -20,13 +20,13 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     source = ["model.layers.{i}.self_attn.q_proj.weight", "(g q d) c"]
     target = ["decoder.layers.{i}.self_attention.linear_qkv.weight", "(g r d) c", "r[:q]"]
 
-    [[zeros]]                   # what of a target no source fills: padding
+    [[zeros]]                   # elements of the target that are padding
     target = ["output.weight", "v c", "v[vocab_size:]"]
 
-    [[unused]]                  # what of a source goes nowhere
+    [[unused]]                  # elements of the source that are dropped
     source = "lm_head.weight"
 
-What a map names must be in the source.
+The source must have every tensor that a map names.
 """
 
 import re
@@ -75,14 +75,14 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Equation(NamedTuple):
-    """Elements of a source tensor that are those of a target tensor."""
+    """Elements of a source tensor, and the equal elements of a target tensor."""
 
     source: str
     """Name in the source."""
     target: str
     """Name in the target."""
     view: View
-    """Their places in both."""
+    """Indices of the elements in both tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ class NameMap:
     """
 
     rules: tuple[tuple[Side, Side], ...]
-    """Per equation both sides."""
+    """(source side, target side) of each equation."""
     sizes: Mapping[str, int | str] = field(default_factory=dict)
-    """Named sizes: numbers, or expressions in other sizes; ``{i}`` is how far numbers run."""
+    """Named sizes: numbers, or expressions in other sizes; ``{i}`` is the count of numbers."""
     zeros: tuple[Side, ...] = ()
     """Sides of the target that are padding."""
     unused: tuple[Side, ...] = ()
-    """Sides of the source that go nowhere, on purpose."""
+    """Sides of the source that are dropped on purpose."""
     optional: Collection[int] = frozenset()
     """Indices of rules whose tensors the source may lack."""
     model_types: tuple[str, ...] = ()
     """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Placeholder -> its numbers, if not all from 0 on."""
+    """Placeholder -> its numbers, if these are not 0, 1, 2, …"""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -141,7 +141,7 @@ class NameMap:
         return cls(**read_map(text))
 
     def reversed(self) -> "NameMap":
-        """Return the map from target to source; padding is what then goes nowhere."""
+        """Return the map from target to source, which drops the padding."""
         rules = tuple((target, source) for source, target in self.rules)
         return replace(self, rules=rules, zeros=(), unused=self.zeros)
 
@@ -178,7 +178,7 @@ class Naming(ABC):
         where
             The source, for errors.
         behind
-            Names of tensors that the source also has, and that are dropped.
+            Names of further tensors of the source, which are dropped.
 
         Raises
         ------
@@ -229,7 +229,7 @@ def equations_of(
 
 
 def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding]]:
-    """Return, per rule, which numbers the tensors of a source and their rows have.
+    """Return, per rule, the numbers of placeholders in the source's names and row indices.
 
     Raises
     ------
@@ -268,7 +268,7 @@ def target_shapes(
     source
         Name to global shape.
     without
-        Names of the source that count for nothing.
+        Names of source tensors to ignore.
 
     Raises
     ------
@@ -310,12 +310,12 @@ def target_shapes(
 
 
 def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return the parts of the target that are zero."""
+    """Return the name and the view of each part of the target that is padding."""
     return _sides(map_, map_.zeros, target)
 
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return the parts of the source that go nowhere, on purpose."""
+    """Return the name and the view of each part of the source that is dropped on purpose."""
     return _sides(map_, map_.unused, source)
 
 
@@ -369,7 +369,7 @@ def _view(
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
-    """Return the problem with some views in the words of a config, and the keys that it lacks."""
+    """Return the problem with some views in terms of a config's keys, or name a missing key."""
     sizes = known_sizes(map_.sizes)
     words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
     unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)
@@ -392,8 +392,8 @@ def _bounded(count: int) -> None:
 def _stacked(ours: Side, theirs: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
     """Return the numbers of the targets that are stacked in one source, such as experts.
 
-    A placeholder of the target's name that the source's lacks, but a slice of its view has as in
-    ``e[{e}]``, stands for each index of that factor.
+    In ``source = ["experts", "e h c", "e[{e}]"]`` and ``target = "expert.{e}"``, the placeholder
+    stands for each index of the factor `e`.
     """
     rows = {}
     for missing in sorted(placeholders(theirs) - placeholders(ours[0])):

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 _MAX_BYTES: Final = 256 << 20
 """Default size of the send buffer and of the receive buffer of a device."""
 _MOST_ROWS: Final = 32
-"""Devices in a table."""
+"""Maximum devices in a printed table."""
 
 ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
 
 class Executor(Protocol):
-    """Carries a plan out where devices do more than copy from each other; a plain value.
+    """Carries out a plan with more work than copies between devices; a plain value.
 
-    As text it says what it does, as in "reads the checkpoint model".
+    Its text names this work, as in "reads the checkpoint model".
     """
 
     def run(
@@ -57,9 +57,9 @@ class Executor(Protocol):
         """Carry a plan out; see `ReshardPlan.run`."""
 
     def regions(self, plan: "ReshardPlan") -> Mapping[str, Sequence[FileRegion]]:
-        """Return the places of the source's tensors in files.
+        """Return the regions of files that contain each source tensor.
 
-        Raises LayoutError if no copy of bytes makes those of the target.
+        Raises LayoutError if the target is not a byte copy of them.
         """
 
 
@@ -67,8 +67,8 @@ class Executor(Protocol):
 class ReshardPlan:
     """The copies that bring a state dict to other layouts; made by `plan_reshard`.
 
-    A plain value, the same on every rank that makes it: it holds no tensor, buffer or group, and
-    can be printed, compared, pickled and run any number of times.
+    A plain value, equal on every rank that makes it, without tensors, buffers or groups. It can be
+    printed, compared, pickled and run any number of times.
 
     Examples
     --------
@@ -92,17 +92,17 @@ class ReshardPlan:
     """
 
     moves: tuple[TensorMove, ...]
-    """The tensors, by name; those of one pair of layouts travel together."""
+    """The tensors, by name; those with the same pair of layouts travel together."""
     max_bytes: int = _MAX_BYTES
     """Maximum bytes of send buffers, and of receive buffers, per device."""
     values: tuple[tuple[str, str], ...] = ()
-    """Plain values that go along: the name in the source, and in the target."""
+    """(source name, target name) of each plain value."""
     padded: tuple[str, ...] = ()
-    """Tensors of the target that are zero where no tensor of the source fills them."""
+    """Tensors of the target with padding: zeros where no source tensor fills them."""
     dropped: tuple[str, ...] = ()
     """Tensors of the source that are dropped."""
     quantized: tuple[str, ...] = ()
-    """Tensors of the target that become codes and scales where they arrive."""
+    """Tensors of the target that are quantized on arrival."""
     links: Links | None = None
     """Links of the cluster; None for those of the meshes, or an assumed preset."""
     executor: Executor | None = None
@@ -125,7 +125,7 @@ class ReshardPlan:
 
     @cached_property
     def copies(self) -> StateCopies:
-        """Copies of boxes: the devices, and who sends what to whom in which stage."""
+        """Copies of boxes, by stage, sender and receiver."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
         return state_copies(*named, self._kinds, self.max_bytes, self.links)
 
@@ -141,7 +141,7 @@ class ReshardPlan:
 
     @cached_property
     def received(self) -> Mapping[int, int]:
-        """Bytes that every device receives: what it wants and lacks."""
+        """Bytes that every device receives."""
         return self._summed(1)
 
     def _summed(self, end: int) -> dict[int, int]:
@@ -160,7 +160,7 @@ class ReshardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that a device holds at once: its source, its target and its buckets."""
+        """Maximum bytes of a device at once: its source, its target and its buffers."""
         before = {move.source_name: move.source for move in self.moves}
         after = {move.target_name: move.target for move in self.moves}
         num_bytes = dict.fromkeys(self.copies.devices, 0)
@@ -177,10 +177,10 @@ class ReshardPlan:
 
     @property
     def cost_seconds(self) -> float:
-        """Modeled seconds: those of the device that sends or receives longest.
+        """Modeled seconds of the device that sends or receives longest.
 
-        After the time to start each stage, every message costs the latency, and every byte the
-        transfer cost, of the link inside a host or of the one between hosts.
+        Each stage costs its start, each message the latency of its link, and each byte the
+        transfer cost of its link, inside a host or between hosts.
         """
         return self.copies.cost_seconds
 
@@ -237,8 +237,8 @@ class ReshardPlan:
         """Carry the plan out.
 
         In a job every rank of any of the meshes calls this; a rank outside the source's meshes
-        passes ``{}``. Without a job all devices are simulated in this process. Where the source is
-        a checkpoint all pass ``{}``, and each rank reads what it is to hold.
+        passes ``{}``. Without a job all devices are simulated in this process. If the source is a
+        checkpoint, all pass ``{}``, and each rank reads its own shards.
 
         Parameters
         ----------
@@ -246,32 +246,31 @@ class ReshardPlan:
             The tensors by the names of the source: DTensors of shardspec or of torch or, in a
             job, the shards of this rank; and plain values. It may be nested.
         out
-            What is filled, by the names of the target; by default new tensors are made.
+            Tensors to fill, by the names of the target; by default new tensors are made.
         receipt
-            Also return a `shardspec.resharding.receipts.Receipt`: digests of the source and of what
-            arrived are compared on every rank, and those of the target's tensors are in it. A rank
-            of no mesh gets none.
+            Also return a `shardspec.resharding.receipts.Receipt`, with digests of the target's
+            tensors; these are compared with the source on every rank. Ranks outside all meshes get
+            none.
         version
-            The caller's number of what is sent, the same on every rank; it is in the receipt.
+            The caller's version number for the receipt, the same on every rank.
 
         Returns
         -------
         dict
-            The tensors of which this process holds a shard, by the names of the target: what
-            `out` has, or new DTensors. With them the plain values, on every rank of any mesh. With
-            `receipt`, a tuple of this and the `Receipt`.
+            Tensors with a shard in this process, by the names of the target: those of `out`, or
+            new DTensors. It includes the plain values, on every rank of any mesh. With `receipt`,
+            a tuple of this dict and the `Receipt`.
 
         Raises
         ------
         LayoutError
-            If a tensor is missing or is not as the plan says, on any rank; on all ranks, before
-            anything is sent. On a rank of no mesh if it asks for a receipt.
+            On all ranks, before anything is sent, if a tensor on any rank is missing or differs
+            from the plan. On a rank outside all meshes if it asks for a receipt.
         CheckpointError
             If a checkpoint cannot be read, or has changed since the plan was made.
         CommunicatorError
-            If ranks have different plans or versions, a rank has gone, or with `receipt` a tensor
-            did not arrive as it was sent; DTensors of `out` that may be half written or wrong then
-            raise it too when they are read.
+            If ranks have different plans or versions, a rank has gone, or a receipt differs from
+            the source. Reading a half-written or wrong DTensor of `out` then raises it too.
         """
         from shardspec.resharding.execute import run_reshard
 
@@ -289,22 +288,22 @@ class ReshardPlan:
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None
     ) -> Rows:
-        """Return what a device receives or sends, as rows of strided copies.
+        """Return the copies that a device receives or sends, as rows of strided copies.
 
-        For those who move bytes with a library of their own. What the fields mean, and a player,
-        stand in the `page on transfers <transfers.md>`_. Rows are valid for plans of one `digest`.
+        Another library can move the bytes by these rows. The `page on transfers <transfers.md>`_
+        explains the fields and has a player. Rows are valid for plans of one `digest`.
 
         Parameters
         ----------
         device
             Physical id; of a plan from a checkpoint also the number of a file.
         end
-            What the device is to receive, to send, or all of it. What it has already, and copies
-            from itself, is among each of them.
+            Rows to return: those that the device receives, those that it sends, or both. Copies
+            from itself to itself are in each of them.
         strides
-            Memory layout of shards that are not row-major without gaps: under ``"source"``
-            and ``"target"``, by the name of the tensor there, bytes from one element to the next
-            per dim; or these by device.
+            Strides in bytes of shards with gaps or another order of dims, as in
+            ``{"source": {"w": (4, 32)}}``. A dict of strides by device can take the place of a
+            tensor's strides.
 
         Returns
         -------
@@ -332,7 +331,7 @@ class ReshardPlan:
 
 
 def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
-    """Return a plan as a table, in which some devices or files have names."""
+    """Return a plan as a table; `names` replace the ids of some devices or files."""
     copies, sent, received = plan.copies, plan.sent, plan.received
     rows = [
         [names.get(device, str(device)), bytes_text(sent[device]), bytes_text(received[device])]
@@ -383,7 +382,7 @@ def plan_state(
     dropped: Mapping[str, Shape] | None = None,
     links: Links | None = None,
 ) -> ReshardPlan:
-    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
+    """Plan the conversion of a state dict, or of layouts by name; see `plan_reshard`.
 
     `dropped` are tensors that an earlier map has dropped.
     """
@@ -424,7 +423,7 @@ def plan_state(
             f"names= is a {type(names).__name__}; give model_names(), a "
             "NameMap, several in order, or a dict of new names"
         )
-    # All ranks have the same plan, in whatever order they list names.
+    # Sorted, so that ranks with different orders of names make the same plan.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
     left_behind = sorted(shapes.keys() - {move.source_name for move in moves})
@@ -455,12 +454,12 @@ def reshard_state(
     Parameters
     ----------
     state
-        DTensors, shardspec's or torch's; ``{}`` on a rank that holds nothing.
+        DTensors, shardspec's or torch's; ``{}`` on a rank without shards.
     rules
-        Name pattern to spec; what no pattern matches is replicated.
+        Name pattern to spec; a tensor that no pattern matches is replicated.
     device_mesh
-        Where to; in a job all ranks then call this. By default the mesh of the tensors, whose ranks
-        call it.
+        Target mesh; in a job all ranks then call this. By default the mesh of the tensors; only its
+        ranks call this then.
     names, max_bytes
         As for `plan_reshard`.
 
@@ -481,7 +480,7 @@ def reshard_state(
 
     with telling_job():
         if device_mesh is None and not state:
-            return {}  # what holds nothing is no part of the mesh of the tensors
+            return {}  # a rank without tensors is outside their mesh
         given = state if device_mesh is None else known_to_all(state)
         meshes = {layout.mesh for layout in layouts_of(given).values()}
         if device_mesh is not None:
@@ -490,7 +489,7 @@ def reshard_state(
         if device_mesh is None:
             if len(meshes) != 1:
                 raise LayoutError(
-                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    f"the tensors are on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
@@ -511,9 +510,9 @@ def _stated(flat: Mapping[str, object]) -> dict[str, Layout]:
 
 
 def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict; in a job the layouts from all ranks, unless it consists of layouts.
+    """Return a state dict; in a job, return the layouts from all ranks instead.
 
-    All ranks of the job call this together, where the state dict has no `Layout`.
+    A state dict with a `Layout` is returned as it is. Otherwise all ranks of the job call this.
     """
     # Without torch there is no job.
     distributed = sys.modules.get("torch.distributed")
@@ -543,7 +542,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 def _targets(
     target: ReshardTarget, outlines: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    """Return the layouts of the target; by rules from the shapes and dtypes of its tensors."""
+    """Return the layouts of the target; rules apply to `outlines`, its shapes and dtypes."""
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
@@ -589,7 +588,7 @@ def _mapped(
 
 
 def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> list[Equation]:
-    """Return the equations of two maps, one after the other."""
+    """Return the equations of two maps applied one after the other."""
     if first is None:
         return list(second)
     written: dict[str, list[Equation]] = {}
@@ -609,7 +608,7 @@ def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> li
 
 
 def check_move(move: TensorMove) -> None:
-    """Refuse a move between shapes or dtypes that do not fit, or of a pending reduction."""
+    """Raise LayoutError if shapes or dtypes do not fit, or if a reduction is pending."""
     name, before, after = move.source_name, move.source, move.target
     if move.view is None and before.global_shape != after.global_shape:
         raise LayoutError(

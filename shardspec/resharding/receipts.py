@@ -1,8 +1,8 @@
 """Receipts of a sync: digests of what arrived, compared on all ranks with those of the source.
 
-Every device digests its shards of the source as the target is to have them, with names, dtype and
-padding applied, and its shards of the target. Digests of boxes add up to those of whole tensors, so
-the way by which a box came does not count. Replicas are compared on both sides.
+Every device digests its shards of the target, and its shards of the source after renaming, casting
+and padding. Digests of boxes add up to digests of tensors, so the route of a box does not matter.
+Replicas are compared on both sides.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ from shardspec.tensor.shards import bits_of, torch_dtype
 
 Gather: TypeAlias = Callable[[dict[int, Any]], dict[int, Any]]
 _CHUNK: Final = 1 << 20
-"""Elements that are cast at once."""
+"""Number of elements that are cast at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Receipt:
     """
 
     version: int | None
-    """The number that the caller gave to what was sent."""
+    """The caller's version number."""
     digests: Digests
     """Digests of the tensors of the target, by name."""
 
@@ -63,7 +63,7 @@ class Receipt:
 
 
 class OfDevice(Protocol):
-    """The shards of one device, by the tensor's place in the plan."""
+    """The shards of one device, by index in `plan.moves`."""
 
     device: int
     source: dict[int, torch.Tensor]
@@ -71,12 +71,12 @@ class OfDevice(Protocol):
 
 
 class _Boxes(NamedTuple):
-    """Digests of the boxes of one device, by the tensor's place or name, and by box."""
+    """Digests of the boxes of one device, by index or name of the tensor, and by box."""
 
     source: dict[tuple[int, Box], TensorDigest]
     target: dict[tuple[str, Box], TensorDigest]
     raw: dict[tuple[str, Box], TensorDigest]
-    """The same of the target, where NaNs have other bits than they are compared with."""
+    """Digests of target boxes with NaNs, whose bits are made equal in `target` only."""
 
 
 def receipt_of(
@@ -122,7 +122,7 @@ def receipt_of(
             key = name, box
             raw[name] += boxes[first].raw.get(key, boxes[first].target[key])
     for name, digest in sent.items():
-        # Padding is zero, which adds nothing but to the cover.
+        # Padding is zero, so it changes the cover only.
         sums = LANES if name in plan.padded else LANES + 1
         if digest.sums[:sums] != arrived[name].sums[:sums]:
             values = f"its digest is {digest.value} there and {arrived[name].value} here"
@@ -161,7 +161,7 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
 def _as_target(
     move: TensorMove, shard: torch.Tensor, box: Box, device: int
 ) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield the elements of a box of the source as the target has them, with its boxes."""
+    """Yield the elements of a source box, cast to the target's dtype, with their target boxes."""
     view = move.view or identity_view(move.source.global_shape)
     casts = move.source.dtype != move.target.dtype
     strides = tuple(shard.stride())

@@ -40,25 +40,25 @@ ROW: Final = np.dtype(
 """Runs of bytes from a shard of the sender to one of the receiver: 64 bytes without padding."""
 
 End: TypeAlias = Literal["receiver", "sender", "both"]
-"""Whose rows: what a device receives, what it sends, or all of it."""
+"""Rows that a device receives, rows that it sends, or both."""
 Rows: TypeAlias = npt.NDArray[np.void]
 """An array of `ROW`."""
 Strides: TypeAlias = Mapping[int, Sequence[int]] | Sequence[int]
 """Bytes from one element to the next, per dim of a shard; or these by device."""
 Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
-"""Under "source" and "target" strides by the name of the tensor in it; others are row-major."""
+"""Strides as in ``{"source": {"w": (4, 32)}, "target": {}}``; others are row-major."""
 
 
 class FileRegion(NamedTuple):
     """Place of a box of a tensor in a file of a checkpoint."""
 
     file: int
-    """Its number in the plan."""
+    """Number of the file in the plan."""
     box: Box
     offset: int
-    """Byte of its first element."""
+    """Offset of the first element in the file, in bytes."""
     strides: tuple[int, ...]
-    """In bytes, per dim."""
+    """Bytes from one element to the next, per dim."""
 
 
 class _Part(NamedTuple):
@@ -113,7 +113,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
 
 
 def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Copy]]:
-    """Yield stage and copy: what the device has already, then by stage, sender and receiver."""
+    """Yield (stage, copy): copies inside the device, then by stage, sender and receiver."""
     yield from ((0, copy) for copy in plan.kept if copy.receiver == device)
     for number, stage in enumerate(plan.stages):
         for (sender, receiver), copies in sorted(stage.streams(device).items()):
@@ -144,7 +144,7 @@ class _Places:
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield the place of a box at both ends, and the indices of the tensors that have it."""
+        """Yield the places of a box at sender and receiver, and the tensors with these places."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
@@ -192,7 +192,12 @@ def _name(move: TensorMove, side: str) -> str:
 
 @lru_cache(maxsize=4096)
 def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
-    """Return the strides in bytes of a shard without gaps."""
+    """Return the row-major strides of a shard in bytes.
+
+    >>> from shardspec import DeviceMesh
+    >>> row_major_steps(Layout(DeviceMesh(range(2)), "[R,S0]", (4, 6), "float32"), 0)
+    (12, 4)
+    """
     steps, step = list[int](), item_bytes(layout.dtype)
     for size in reversed(layout.local_shape(device)):
         steps.insert(0, step)
@@ -228,8 +233,8 @@ def _checked(given: Strides, label: str, layout: Layout, device: int) -> tuple[i
 def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
     """Return rows that copy a box.
 
-    Bytes that lie together at both ends are a run. Of the other dims the longest is counted, and
-    each place in the rest has a row.
+    Bytes that are contiguous at both ends are a run. A row repeats its run along the longest other
+    dim, and each index of the remaining dims has a row.
     """
     dims = [(1, width, width)]
     sides = zip(ours.shape, ours.strides, theirs.strides, strict=True)

@@ -1,8 +1,8 @@
-"""The copies of a reshard plan: senders, receivers, stages and messages.
+"""Finds the copies of a reshard plan: senders, receivers, stages and messages.
 
-The sender of a box that has replicas is chosen for all tensors together. Between hosts, copies may
-come in up to three stages, so that bytes enter a host once and are passed on, between hosts and
-inside them.
+Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
+Between hosts a plan has up to three stages: every byte enters a host once, and is then passed on
+to other hosts and inside the host.
 """
 
 from collections import Counter, defaultdict
@@ -29,32 +29,32 @@ from shardspec.text import bytes_text, counted, seconds_text
 from shardspec.tracing import LOGGER
 
 _MAX_PEERS: Final = 32
-"""The most devices that a device sends to at once, and receives from."""
+"""Maximum devices that a device sends to at once, and receives from."""
 _MESSAGE_BYTES: Final = 4 << 20
-"""The longest message: longer ones are no faster, and smaller buckets stay in caches."""
+"""Maximum bytes of a message: longer ones are no faster, and smaller buckets stay in caches."""
 _LEAST_BUCKET: Final = 16
 """Bytes of the largest element."""
 _MANY_COPIES: Final = 2_000_000
-"""Copies of a tensor above which planning says what it takes."""
+"""Number of copies of a tensor above which planning logs its time and memory."""
 _COPY_SECONDS: Final = 5e-6
 _COPY_BYTES: Final = 380
-"""As measured from 4,096 devices to as many others, all to all."""
+"""Time and memory to plan one copy, measured from 4,096 devices to 4,096 others, all to all."""
 
 
 _LITTLE: Final = 1e-3
-"""The fraction of a plan's seconds for which more stages are not tried."""
+"""Fraction of a plan's seconds; stages that could save no more are not tried."""
 _FEW: Final = 1e-2
-"""The same of its bytes between hosts."""
+"""Fraction of a plan's bytes between hosts; stages that could save no more are not tried."""
 _FEW_COPIES: Final = 2000
-"""Copies up to which every way to make them is priced box by box."""
+"""Number of copies up to which alternatives are priced box by box."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """The boxes of a tensor in the files of a checkpoint, which are numbered as devices are."""
+    """The boxes of a tensor in the files of a checkpoint; files are numbered like devices."""
 
     stored: tuple[tuple[int, tuple[Box, ...]], ...]
-    """The boxes of each file."""
+    """(file number, boxes) of each file."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class TensorMove:
 
     @property
     def wire_dtype(self) -> str:
-        """The dtype in which elements travel: the smaller one, else that of the target.
+        """Dtype in which elements travel: the smaller of the two; the target's if both are equal.
 
-        So casts save bytes, and what arrives can be cast back to what left.
+        So a cast to fewer bytes is done by the sender, and one to more bytes by the receiver.
         """
         return min(self.target.dtype, self.source.dtype, key=item_bytes)
 
@@ -112,7 +112,7 @@ def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
 
 
 def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
-    """Return the meshes of devices; with `stored` those whose ids number the files instead."""
+    """Return the meshes of devices; with `stored`, the meshes that number files instead."""
     layouts = {layout for move in moves for layout in (move.source, move.target)}
     return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
 
@@ -136,11 +136,11 @@ class StateCopies:
     padded: tuple[str, ...]
     dropped: tuple[str, ...]
     digest: str
-    """These five are those of the `ReshardPlan`."""
+    """The five fields above are those of the `ReshardPlan`."""
     devices: tuple[int, ...]
     """Ids of all devices and files, ascending."""
     files: frozenset[int]
-    """Those that number files of a checkpoint."""
+    """Ids that number files of a checkpoint."""
     cluster: Cluster
     """Links between the devices, and the devices that share a host."""
     kept: Sequence[Copy]
@@ -150,7 +150,7 @@ class StateCopies:
     traffic: Mapping[tuple[int, int], int]
     """Bytes by sender and receiver, of all stages."""
     bucket_bytes: int
-    """The most bytes of one message."""
+    """Maximum bytes of a message."""
     _schedules: "dict[int, Schedule]" = field(default_factory=dict, init=False)
 
     @property
@@ -195,12 +195,12 @@ def state_copies(
         (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
     stages: tuple[PlanStage, ...] = (PlanStage(lacking),)
     if _count_hosts(devices, files, cluster) > 1:
-        # What is passed on is in the target by then.
+        # Later stages read the target.
         widths = [item_bytes(move.target.dtype) for move in moves]
         stages = _cheapest_stages(stages[0], cluster, widths.__getitem__)
     traffic = sum((Counter(stage.traffic) for stage in stages), Counter[tuple[int, int]]())
     most = min(max(1, *(stage.most_peers for stage in stages)), _MAX_PEERS)
-    # Twice: a bucket is filled while the one before it is on its way.
+    # Two buckets per peer: one is filled while the other is sent.
     bucket = max_bytes // (2 * most)
     if bucket < _LEAST_BUCKET:
         raise LayoutError(
@@ -226,8 +226,8 @@ def _seconds(
 
 
 def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]) -> Iterator[Copy]:
-    """Yield what devices need; what a device has already it copies from itself."""
-    # Experts of a layer differ in who has their boxes alone.
+    """Yield the copies that devices need; a device with the box copies it from itself."""
+    # Experts of a layer have equal boxes on different devices.
     holders = lru_cache(64)(_holders)
     overlapping = lru_cache(16)(lambda have, want: list(overlaps(have, want)))
     for (source, target, view), places in kinds.items():
@@ -239,7 +239,7 @@ def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]
 
 
 def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> None:
-    """Log what planning takes, if it takes long."""
+    """Log the time and memory of planning if there are many copies."""
     wanted = [box for box, receivers in want.items() for _ in receivers]
     if len(have) * len(wanted) <= _MANY_COPIES:
         return
@@ -255,14 +255,18 @@ def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> N
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
-    """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
+    """Return the nonempty boxes of the view, which are disjoint, with their holders."""
     boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
 
 @lru_cache(maxsize=1024)
 def holders_of(layout: Layout) -> dict[Box, Holders]:
-    """Return the boxes of a layout that are not empty, each with its holders."""
+    """Return the nonempty boxes of a layout, with their holders.
+
+    >>> holders_of(Layout(DeviceMesh(range(4), (2, 2)), "[S0]", (6,), "float32"))
+    {((0, 3),): (0, 1), ((3, 6),): (2, 3)}
+    """
     holders: dict[Box, list[int]] = {}
     for device in layout.mesh.ids:
         for box in boxes_of(layout, device):
@@ -271,7 +275,7 @@ def holders_of(layout: Layout) -> dict[Box, Holders]:
 
 
 def boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the boxes of a device that are not empty; those of two devices equal or disjoint."""
+    """Return the nonempty boxes of a device; boxes of two devices are equal or disjoint."""
     if layout.spec.is_plain:
         boxes = layout.local_boxes(device)
     else:  # parts are intersected one by one: a replicated part may join the one before it
@@ -282,12 +286,12 @@ def boxes_of(layout: Layout, device: int) -> list[Box]:
 def _divided(
     senders: Senders, copy: Copy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
-    """Return which boxes each of the holders sends, and of which tensors."""
+    """Return the indices of the tensors whose box a holder sends, by (holder, box)."""
     size = copy.num_bytes // len(copy.places)
     given = senders.stretches(holders, start, copy.num_bytes)
     if len(given) == 1:
         return {(given[0][0], copy.box): copy.places}
-    # Tensors inside one stretch stay whole; only those at its end are cut.
+    # Tensors inside one stretch are not cut; only those at its end are.
     shares: dict[tuple[int, Box], list[int]] = {}
     begin = cut = 0
     for holder, count in given:
@@ -303,9 +307,9 @@ def _divided(
 
 
 class PlanStage:
-    """Copies that need nothing of each other; a stage starts when the one before has ended.
+    """Independent copies; a stage starts when the one before has ended.
 
-    Of each group by itself the busiest sender sends as little as possible.
+    Within each group of copies, the busiest sender sends as little as possible.
     """
 
     def __init__(self, *groups: Sequence[Copy]) -> None:
@@ -318,13 +322,13 @@ class PlanStage:
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
-        """Yield every copy, and where its bytes are in the sequence of its holders."""
+        """Yield every copy, its group's senders, and its offset in the bytes of its holders."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
+        """Bytes by sender and receiver; shares of replicas are exact up to one row."""
         traffic: Counter[tuple[int, int]] = Counter()
         for copies, senders in zip(self.groups, self.senders, strict=True):
             spans = zip(copies, senders.starts, senders.sizes, strict=True)
@@ -338,20 +342,20 @@ class PlanStage:
 
     @property
     def most_peers(self) -> int:
-        """Largest number of devices to which one sends, or from which it receives."""
+        """Maximum number of receivers of one device, or of senders to one."""
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
     def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
-        """Return modeled seconds: those of the device or port that sends or receives longest.
+        """Return the modeled seconds of the device or port that sends or receives longest.
 
-        `link` says what a message between two devices costs, and a byte of it; files are none.
+        `link` returns the seconds of a message and of a byte between two devices.
         """
         messages = ((*pair, num_bytes) for pair, num_bytes in self.traffic.items())
         return busiest_seconds(messages, link, cluster, files)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[Copy]]:
-        """Return what a device sends or receives, by sender and receiver, in the order of both."""
+        """Return the copies that a device sends or receives, by (sender, receiver)."""
         if device not in self._streams:
             streams: dict[tuple[int, int], list[Copy]] = {}
             for copy, senders, start in self._copies():
@@ -379,7 +383,7 @@ class Far(NamedTuple):
 def _cheapest_stages(
     direct: PlanStage, cluster: Cluster, width_of: Callable[[int], int]
 ) -> tuple[PlanStage, ...]:
-    """Return the stages in which the copies of one stage take least time."""
+    """Return the stages that carry out the copies of one stage in the least time."""
 
     def price(stages: Iterable[PlanStage]) -> float:
         return _seconds(stages, (), frozenset(), cluster)
@@ -448,7 +452,7 @@ def _merged(
 
 
 def _least_seconds(far: Iterable[Far], cluster: Cluster) -> float:
-    """Return a lower bound of the time in which hosts receive what they lack, once."""
+    """Return a lower bound of the seconds until each host has received its missing bytes."""
     received = defaultdict[object, float](float)
     for item in far:
         for host, ids in item.receivers.items():
@@ -467,8 +471,8 @@ def in_stages(
 ) -> tuple[PlanStage, ...]:
     """Return copies in stages, so that each byte enters a host once.
 
-    A host whose own devices have a box copies it inside. What several devices of a host need from
-    elsewhere is divided among them, and each passes its part on inside. If `passed_on`, boxes that
+    A host whose own devices have a box copies it inside. Devices of a host that need the same box
+    each receive a part of it, and pass the part on inside. If `passed_on`, boxes that
     several hosts need leave the source once: every host gets a part first, and passes it on to the
     others, so that hosts share the sending evenly. If `from_one_host`, the busiest host sends
     least, else the busiest device. `width_of` returns the bytes of an element of a tensor in the
@@ -513,9 +517,9 @@ def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
 def _shared(
     items: Sequence[tuple[Copy, Holders]], given: Iterable[tuple[Holders, int]] = ()
 ) -> Iterator[list[tuple[Copy, int]]]:
-    """Yield the parts of each copy, each with one of some numbers, evenly spread over all copies.
+    """Yield the parts of each copy, each with the host or device that gets it, in even shares.
 
-    `given` are demands of the same numbers that count too.
+    `given` are loads that these hosts or devices have already.
     """
     fixed = list(given)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
@@ -538,7 +542,7 @@ def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
     sources = [tuple(sorted(cluster.by_host(item.copy.holders))) for item in (*several, *once)]
     sizes = [item.copy.num_bytes for item in (*several, *once)]
     demands = list(zip(sources, sizes, strict=True))
-    # The items are as long as what is sent again, so that shares of one are shares of the other.
+    # Items are scaled to the bytes that are sent again, so that their shares are proportional.
     again = [
         (
             item.copy._replace(item_bytes=item.copy.item_bytes * (len(item.receivers) - 1)),
@@ -552,14 +556,14 @@ def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
             if host not in hosts:
                 yield Far(copy, item.receivers, host)
                 continue
-            # The first time it may come from any host that has it.
+            # Any host that has the box may send it first.
             first, *others = item.receivers.items()
             yield Far(copy, dict([first]))
             yield Far(copy._replace(holders=cluster.by_host(holders)[host]), dict(others))
 
 
 def _from_one_host(far: Sequence[Far], cluster: Cluster) -> Iterator[Far]:
-    """Yield parts of boxes, each of which one host sends; the busiest host sends least."""
+    """Yield parts of boxes, each sent by one host, so that the busiest host sends least."""
     items = [(item.copy, tuple(sorted(cluster.by_host(item.copy.holders)))) for item in far]
     times = [1 if item.center is not None else len(item.receivers) for item in far]
     relayed = [
@@ -586,7 +590,7 @@ Turn: TypeAlias = tuple[int, int, int]
 
 
 class Schedule(NamedTuple):
-    """The messages of one device. A wave is at most one to and one from each of some peers.
+    """The messages of one device, in waves: at most one to and one from each of some peers.
 
     All devices process waves in ascending order, which prevents deadlock.
     """
@@ -602,7 +606,7 @@ class Schedule(NamedTuple):
 def _schedule(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
-    """Return the messages of a device; both ends of one find the same."""
+    """Return the messages of a device; sender and receiver of one compute it alike."""
     at = {each: place for place, each in enumerate(devices)}
     sends: dict[Turn, dict[int, Message]] = {}
     receives: dict[Turn, dict[int, Message]] = {}
@@ -647,10 +651,7 @@ def region_of(
     *,
     of_source: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the place of a box in the shard of a device that has these strides.
-
-    That is its shape, and in the unit of the strides its own strides, and its offset.
-    """
+    """Return the shape, strides and offset of a box in a shard, in the unit of `strides`."""
     view = view or identity_view(layout.global_shape)
     side = view.source if of_source else view.target
     corner = [lo for lo, _ in box]

@@ -1,7 +1,7 @@
-"""State dicts: names of what is nested in them, the plain values in them, and stated layouts.
+"""Flattens state dicts: dotted names, plain values, and the layouts of tensors.
 
-A name is the keys on the way to a value, joined by dots. Mappings are always descended into, lists
-and tuples where they hold tensors or mappings; other plain values stay whole.
+A name is the keys that lead to a value, joined by dots: ``{"a": {"b": 1}}`` has the name ``a.b``.
+Mappings are always flattened, lists and tuples only if they contain tensors or mappings.
 """
 
 import sys
@@ -15,7 +15,7 @@ from shardspec.layout.layout import Layout
 from shardspec.text import shown
 
 KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
-"""Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
+"""Keys from the outermost mapping inwards; a position in a list is a `Place`."""
 
 MAX_DEPTH: Final = 64
 
@@ -27,7 +27,7 @@ class Place(tuple[int]):
 
 
 def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield every value that is not descended into, and the keys that lead to it.
+    """Yield every value that is not flattened further, and the keys that lead to it.
 
     >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
     [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
@@ -63,9 +63,7 @@ def is_tensor(value: object) -> bool:
         return False
     import torch
 
-    from shardspec.tensor.dtensor import DTensor
-
-    return isinstance(value, torch.Tensor | DTensor)
+    return isinstance(value, torch.Tensor)
 
 
 def dotted_name(path: Sequence[object]) -> str:
@@ -78,7 +76,11 @@ def dotted_name(path: Sequence[object]) -> str:
 
 
 def keys_text(path: Sequence[object]) -> str:
-    """Return keys as an error shows them."""
+    """Return keys as text for an error.
+
+    >>> keys_text(("layers", Place((0,)), "w"))
+    "['layers'][0]['w']"
+    """
     return "".join(f"[{key[0] if isinstance(key, Place) else key!r}]" for key in path)
 
 
@@ -99,7 +101,7 @@ def named_leaves(state: Mapping[str, object]) -> Iterator[tuple[str, KeyPath, ob
 
 
 def flat_state(state: Mapping[str, object]) -> dict[str, object]:
-    """Return a state dict without its nesting, the keys of inner ones behind those of outer ones.
+    """Return the values of a nested state dict by their dotted names.
 
     Raises LayoutError if two values get one name.
 
@@ -110,7 +112,7 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def plain_key(value: object) -> Hashable:
-    """Return a key that two plain values share exactly if they are equal.
+    """Return a key; two plain values are equal exactly if their keys are.
 
     Equal values have one type; NaN equals NaN, and -0.0 differs from 0.0. The order of keys and of
     sets does not count. Raises TypeError for anything but numbers, texts, bytes, None, members of
@@ -156,15 +158,15 @@ def is_plain(value: object) -> bool:
     """
     try:
         plain_key(value)
-    except (TypeError, RecursionError):  # a list that holds itself has no end
+    except (TypeError, RecursionError):  # a list can contain itself
         return False
     return True
 
 
 def stated_layout(name: str, value: object) -> Layout | None:
-    """Return the layout that a value states: a Layout, or a DTensor of shardspec or of torch.
+    """Return the layout of a Layout or a DTensor of shardspec or torch; None for other values.
 
-    Raises LayoutError where torch's has no counterpart among specs.
+    Raises LayoutError if a spec cannot express torch's placements.
     """
     if isinstance(value, Layout):
         return value
@@ -185,7 +187,7 @@ def stated_layout(name: str, value: object) -> Layout | None:
 
 
 def required_layout(name: str, value: object) -> Layout:
-    """Return the layout that a value states; LayoutError if it states none."""
+    """Return the layout of a value; LayoutError if it has none."""
     layout = stated_layout(name, value)
     if layout is None:
         raise LayoutError(

@@ -1,7 +1,7 @@
 """Proves that a name map writes every element of a target once, and loses none of a source.
 
-Every tensor that the map names must exist: numbers run from 0 to the largest that the source has,
-unless a size says how far. Then the elements that equations cover are counted.
+Every tensor that the map names must exist: numbers run from 0 to the largest in the source, or to
+the size ``{i}``. Then every index is checked to be covered by exactly one equation.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -80,14 +80,14 @@ def check_map(
 ) -> MapReport:
     r"""Prove that a map writes every element of the target exactly once, and loses nothing.
 
-    All that the map names must exist, and all that exists must be named. Indices along each
-    dim that an equation covers are compared as sets; an equation covers the product of these. So
-    the proof shares nothing with how elements are moved.
+    Every tensor that the map names must exist, and the map must name every tensor. An equation
+    covers a product of sets of indices, one per dim; the proof compares these sets and shares no
+    code with the moves of elements.
 
     Parameters
     ----------
     map_
-        The map.
+        The map to check.
     source, target
         Name to global shape.
     drop
@@ -115,7 +115,11 @@ def check_map(
 
 
 def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the tensors that match patterns; LayoutError if a pattern matches nothing."""
+    """Return the tensors that match patterns; LayoutError if a pattern matches nothing.
+
+    >>> dropped_by("*.bias", {"a.weight": (2,), "a.bias": (3,)})
+    {'a.bias': (3,)}
+    """
     dropped: dict[str, Shape] = {}
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         alike = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
@@ -135,7 +139,7 @@ class Mapped(NamedTuple):
     shapes: dict[str, Shape]
     """Target shapes by name."""
     dropped: dict[str, Shape]
-    """Tensors of the target that are missing because all their sources are dropped."""
+    """Target tensors that are missing because all their sources are dropped."""
     report: MapReport
 
 
@@ -153,7 +157,7 @@ def report_of(
     target: Mapping[str, Shape],
     dropped: Mapping[str, Shape],
 ) -> MapReport:
-    """Check a map; what is dropped is in the source too."""
+    """Check a map; `source` includes the dropped tensors."""
     bindings = bindings_of(map_, source)
     sought = [
         _Sought(side, place in map_.optional, bound)
@@ -189,9 +193,9 @@ class Faults(NamedTuple):
     """The first indices, in row-major order, that are not covered exactly once."""
 
     overlap: Index | None
-    """Covered by several views."""
+    """Index that several views cover."""
     hole: Index | None
-    """Covered by none."""
+    """Index that no view covers."""
 
 
 def covers(side: TensorView, index: Index) -> bool:
@@ -208,8 +212,8 @@ def covers(side: TensorView, index: Index) -> bool:
 def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults:
     """Return the first index that several views cover, and the first that none covers.
 
-    Every view covers all or nothing between two neighboring ends of intervals, so each dim is cut
-    at these ends and one count stands for a cell.
+    Each dim is cut wherever an interval of a view begins or ends. Every view then covers a cell
+    fully or not at all, so one count per cell is enough.
 
     >>> halves = tuple(TensorView(((Factor(0, 4, lo, 3),),)) for lo in (0, 1))
     >>> find_faults((4,), halves)
@@ -277,7 +281,7 @@ class _Sought(NamedTuple):
     """A rule, and the numbers of the tensors that it matches in the source."""
 
     side: Side
-    """The end of the source."""
+    """Source side of the rule."""
     optional: bool
     """True if the source may lack its tensors."""
     bindings: Sequence[Binding]
@@ -294,11 +298,11 @@ def _missing(
     Parameters
     ----------
     rules
-        What is looked for, and what the source has.
+        The rules, with the tensors that they match.
     as_numbers, sizes
-        Sizes as numbers, and as they are given; ``{i}`` is the count of numbers of `i`.
+        Sizes as numbers, and as in the map; ``{i}`` is the count of numbers of `i`.
     numbers
-        Which ones, where these are not all from 0 on.
+        Numbers of a placeholder, if these are not 0, 1, 2, …
     """
     counts: dict[str, int] = {}
     for rule in rules:
@@ -326,13 +330,13 @@ def _missing(
 
 
 def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Binding | None:
-    """Return the first numbers of all that a rule does not match."""
+    """Return the first binding without a tensor in the source; None if there is none."""
     names = sorted(rule.bindings[0] if rule.bindings else placeholders(rule.side[0]))
     ranges = [every.get(name, range(1)) for name in names]
     if len(rule.bindings) == prod(map(len, ranges)):
         return None
     present = {tuple(binding[name] for name in names) for binding in rule.bindings}
-    # One of the first that exceed what is present is missing, however many there are.
+    # Of n + 1 candidates, n present ones cannot be all, so n + 1 per range are enough.
     near = [[*islice(numbers, len(present) + 1)] for numbers in ranges]
     lost = next((numbers for numbers in product(*near) if numbers not in present), None)
     return None if lost is None else dict(zip(names, lost, strict=True))

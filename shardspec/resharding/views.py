@@ -1,7 +1,7 @@
 """Views: equal elements of two tensors, by factored and permuted dims.
 
-``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, in einops' words. A view of a source
-and a view of a target with the same names say which element goes where: the element at indices
+``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and
+a view of a target with the same names are an equation: the element at indices
 ``g, q, d, c`` of one is that of the other. So fusing, splitting, stacking, transposing and padding
 are all the same thing, an equation between views.
 
@@ -24,7 +24,7 @@ from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.text import shown
 
 MAX_SIZE: Final = 2**63 - 1
-"""Elements of a tensor, and so the largest size."""
+"""Maximum elements of a tensor, and so the largest size."""
 MOST_PIECES: Final = 2**20
 """Maximum pieces of a tensor, each an interval of a file at even steps."""
 
@@ -35,9 +35,9 @@ class Factor(NamedTuple):
     axis: int
     """Axis of the view."""
     size: int
-    """Its whole size."""
+    """Size of the factor in the tensor."""
     start: int
-    """Where the view begins in it."""
+    """First index that the view covers."""
     length: int
     """Number of indices that the view covers."""
 
@@ -48,7 +48,7 @@ class TensorView(NamedTuple):
     dims: tuple[tuple[Factor, ...], ...]
 
     def boxes(self, box: Box, axes: int) -> list[Box]:
-        """Return the boxes of the view, which has `axes` axes, that a box of the tensor holds.
+        """Return the boxes of a view of `axes` axes that a box of the tensor contains.
 
         >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 4, 1, 2)),))
         >>> side.boxes(((2, 8),), 2)
@@ -74,7 +74,7 @@ class TensorView(NamedTuple):
     ) -> tuple[tuple[int, ...], int]:
         """Return the steps along the axes of the view, and the place of its element at `corner`.
 
-        `strides` are steps in the memory of a shard, `intervals` the indices it holds of each dim.
+        `strides` are steps in the memory of a shard, `intervals` its indices along each dim.
         """
         steps, at = [0] * len(corner), 0
         for stride, indices, factors in zip(strides, intervals, self.dims, strict=True):
@@ -89,14 +89,14 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes of factors in an interval of a dim, as far as the view reaches."""
+    """Return the boxes of factors that an interval of a dim shares with the view."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
 
 
 class View(NamedTuple):
-    """An equation: the elements of a source that are those of a target."""
+    """An equation: elements of a source, and the equal elements of a target."""
 
     shape: tuple[int, ...]
     """Sizes of the axes of the view."""
@@ -105,7 +105,11 @@ class View(NamedTuple):
 
 
 def identity_view(shape: Sequence[int]) -> View:
-    """Return the view of a tensor that stays as it is."""
+    """Return the view that maps each element to itself.
+
+    >>> identity_view((2,)).source
+    TensorView(dims=((Factor(axis=0, size=2, start=0, length=2),),))
+    """
     side = TensorView(tuple((Factor(axis, n, 0, n),) for axis, n in enumerate(shape)))
     return View(tuple(shape), side, side)
 
@@ -123,7 +127,11 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def parse_view(text: str) -> Dims:
-    """Return the names of the factors per dim; SpecSyntaxError shows where the text is wrong."""
+    """Return the names of the factors per dim; SpecSyntaxError shows where the text is wrong.
+
+    >>> parse_view("(g q d) c")
+    (('g', 'q', 'd'), ('c',))
+    """
     dims = []
     for match in _DIM.finditer(text.rstrip()):
         dims.append(tuple((match[1] or match[2] or "").split()))
@@ -142,7 +150,11 @@ def parse_view(text: str) -> Dims:
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """Return the value of a sum, difference or product of whole numbers and named sizes."""
+    """Return the value of a sum, difference or product of whole numbers and named sizes.
+
+    >>> evaluate("2 * q + 1", {"q": 3})
+    7
+    """
 
     def value(node: ast.expr) -> int:
         match node:
@@ -181,9 +193,12 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
 def factors_of(
     texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> tuple[Dims, dict[str, Factor]]:
-    """Read a view and slices of its factors: per dim the size of one factor may be unknown.
+    """Parse a view and slices of its factors; one unknown size per dim follows from the shape.
 
-    Factors have no axes yet.
+    Factors have no axes yet, so `axis` is -1.
+
+    >>> factors_of(["(g q) c", "q[1:]"], (6, 5), {"g": 2})[1]["q"]
+    Factor(axis=-1, size=3, start=1, length=2)
     """
     text, *slices = texts
     dims = parse_view(text)
@@ -245,6 +260,9 @@ def views_of(
     Factors of the same name are equated; the others are equated in order, if they are equally long.
     Factors of size 1 need no counterpart. Raises SpecSyntaxError if a view does not fit its
     tensor, or the two do not fit each other.
+
+    >>> views_of(["(a b)"], ["b a"], (6,), (3, 2), {"a": 2}).shape
+    (2, 3)
     """
     source_dims, ours = factors_of(source, source_shape, sizes)
     target_dims, theirs = factors_of(target, target_shape, sizes)
@@ -279,7 +297,7 @@ def views_of(
 
 
 def composed(first: View, second: View) -> View | None:
-    """Return the equation of two in turn; None if neither has the tensor between them whole.
+    """Return the equation of `first`, then `second`; None if both cut the tensor between them.
 
     >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
     >>> composed(halves, identity_view((2,))) == halves
@@ -307,7 +325,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Replace each axis that a dim of the tensor between has by the factors that read this dim."""
+    """Replace each axis of the tensor between by the factors that read it; None if it is cut."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:
@@ -331,10 +349,10 @@ def _substituted(
 def parts_of_view(
     side: TensorView, box: Box, steps: Sequence[int]
 ) -> Iterator[tuple[Box, tuple[int, ...], int]]:
-    """Yield the boxes of a tensor that a box of its view is, given the steps of the view.
+    """Yield the boxes of a tensor that together are a box of its view, with steps and offset.
 
-    With each come the steps along its dims, and how many bytes its first element lies behind that
-    of the box of the view.
+    `steps` are those along the axes of the view; the yielded ones are along the dims. Offsets count
+    from the first element of the box of the view.
     """
     for runs in product(*(_runs(factors, box, steps) for factors in side.dims)):
         part = tuple((lo, lo + length) for lo, length, _, _ in runs)

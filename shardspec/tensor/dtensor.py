@@ -7,6 +7,9 @@ same box must receive the same gradient. They do if every rank computes the same
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from inspect import isdatadescriptor
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -24,7 +27,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.for_modules import StandIn, stand_ins_are_wanted
 from shardspec.tensor.operators.gradients import GOING_BACK, Differentiable, go_back
-from shardspec.tensor.operators.tensor import TensorLike
+from shardspec.tensor.operators.rules import named
 from shardspec.tensor.run import (
     convert,
     first_of_copies,
@@ -94,8 +97,8 @@ class DTensor(Differentiable):
     __slots__ = ()
 
     @outside_graphs
-    def __init__(
-        self,
+    def __new__(
+        cls,
         tensor: torch.Tensor,
         device_mesh: DeviceMesh,
         sharding_spec: SpecLike | None = None,
@@ -103,7 +106,8 @@ class DTensor(Differentiable):
         placements: SpecLike | None = None,
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
-    ) -> None:
+    ) -> Self:
+        """Return a new tensor; see the class."""
         chosen = communicator_for(communicator, device_mesh)
         with torch.no_grad(), chosen.telling():
             check_dense(tensor)
@@ -121,7 +125,7 @@ class DTensor(Differentiable):
             device: shard.detach().requires_grad_(tensor.requires_grad)
             for device, shard in shards.items()
         }
-        super().__init__(layout, chosen, shards)
+        return cls._made(layout, chosen, shards)
 
     @classmethod
     @outside_graphs
@@ -254,15 +258,39 @@ class DTensor(Differentiable):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
         """Carry out a torch function with a DTensor among its arguments."""
-        if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
+        if not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented
+        if torch._C._are_functorch_transforms_active():
+            raise LayoutError(
+                f"{named(function).shown}: transforms of torch.func do not see the shards of a "
+                "DTensor; give them to_torch(), or a shard by to_local()"
+            )
+        own = _own_members(cls).get(function)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
         if function in GOING_BACK:
             return go_back(function, args, kwargs or {})
         from shardspec.tensor.operators.apply import apply
 
         return apply(function, args, kwargs or {})
 
-    def __reduce__(self) -> tuple[object, ...]:
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: object, _types: object, args: Sequence[Any] = (), *_: object
+    ) -> object:
+        """Refuse an operation that torch runs on its own, without `__torch_function__`."""
+        if operation is torch.ops.aten._local_scalar_dense.default:  # a number, as for torch.full
+            return args[0].item()
+        raise LayoutError(
+            f"torch runs {operation} without asking for the layout of a DTensor; pass to_torch(), "
+            "or a shard by to_local()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DTensor":
+        make, arguments = self.__reduce_ex__(0)
+        return make(*deepcopy(arguments, memo))
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Callable[..., "DTensor"], tuple[Any, ...]]:
         # torch copies only leaves; of a parameter of torch the shards retain gradients.
         shards = {
             device: shard.detach().requires_grad_() if shard.retains_grad else shard
@@ -273,7 +301,7 @@ class DTensor(Differentiable):
         facts = (str(layout.spec), layout.global_shape, layout.dtype)
         return restored, (shards, (mesh.ids, mesh.shape, *numbers), *facts, self.is_simulated)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         head = f"DTensor({self.layout}"
         for pending in self.layout.spec.partials:
             head += f"; {pending.op} over axis {pending.axis} is pending"
@@ -415,6 +443,22 @@ class DTensor(Differentiable):
     def full_tensor(self) -> torch.Tensor:
         """Return the global tensor; torch's name for `to_global`."""
         return self.to_global()
+
+
+@cache
+def _own_members(cls: type[DTensor]) -> Mapping[object, Callable[..., Any]]:
+    """Return the methods and accessors of a class by those of `torch.Tensor` that they replace."""
+    members: dict[object, Callable[..., Any]] = {}
+    for name in dir(torch.Tensor):
+        theirs, own = getattr(torch.Tensor, name), getattr(cls, name)
+        if theirs is own:
+            continue
+        if callable(theirs):
+            members[theirs] = own
+        elif isdatadescriptor(theirs):
+            for access in ("__get__", "__set__"):
+                members[getattr(theirs, access)] = getattr(own, access)
+    return members
 
 
 def restored(

@@ -153,10 +153,10 @@ def is_torch_dtensor(value: object) -> "TypeGuard[TorchDTensor]":
 
 def check_dense(tensor: object) -> None:
     """Raise `LayoutError` unless this is a plain dense torch tensor."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor.layout, Layout):
         raise LayoutError(
-            f"expected a torch.Tensor, got a {type(tensor).__name__}; use torch.as_tensor(...) for "
-            "arrays and lists, and redistribute for a DTensor"
+            f"expected a plain torch.Tensor, got a {type(tensor).__name__}; use "
+            "torch.as_tensor(...) for arrays and lists, and redistribute for a DTensor"
         )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")

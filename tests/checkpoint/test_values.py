@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardspec import DeviceMesh, load_sharded, merge, reshard, save_sharded
+from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
@@ -165,7 +165,8 @@ def at(state: Any, name: str) -> Any:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    return tensor if isinstance(tensor, torch.Tensor) else tensor.to_global()
+    values: torch.Tensor = tensor.to_global() if isinstance(tensor, DTensor) else tensor
+    return values
 
 
 def entries(place: Path) -> dict[str, bytes]:

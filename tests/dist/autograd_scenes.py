@@ -17,11 +17,11 @@ AUTOGRAD: Any = torch.autograd  # whose functions are typed for torch's tensors 
 WHOLE = (torch.arange(15.0) * 0.37).sin().reshape(5, 3).double()
 SPECS = ("[S0,R]", "[R,S1]", "[S1,S0]", "[R,R]")
 CHANGED = "modified by an inplace operation"
-Pair = tuple[torch.Tensor, DTensor]
+Pair = tuple[torch.Tensor, Any]
 """A tensor of one process, and the same on a mesh."""
 
 
-def leaf_on(mesh: DeviceMesh, spec: str = "[S0,R]") -> DTensor:
+def leaf_on(mesh: DeviceMesh, spec: str = "[S0,R]") -> Any:
     return DTensor(WHOLE.clone().requires_grad_(), mesh, spec)
 
 
@@ -103,7 +103,7 @@ def toggles_and_leaves(_, mesh):
 def writes_are_seen_by_a_backward(_, mesh):
     """Through whichever of the tensors that share storage it is written."""
     plain = DTensor(WHOLE, mesh, "[S0,R]")
-    product = DTensor(WHOLE, mesh, "[S0,R]") * 1
+    product: Any = DTensor(WHOLE, mesh, "[S0,R]") * 1
     theirs = torch_distribute(WHOLE, mesh.to_torch(), [Shard(0), Replicate()])
     writes: list[tuple[Any, Callable[[], object]]] = [
         (plain, lambda: plain.to_local().mul_(2)),
@@ -141,7 +141,7 @@ def second_derivatives(_, mesh):
         torch.testing.assert_close(second.to_global(), 384 * square**2 * WHOLE)
     leaf = leaf_on(mesh)
 
-    def again(tensor: DTensor) -> Any:
+    def again(tensor: Any) -> Any:
         return (tensor.redistribute("[R,S0]").exp() * tensor).sum().to_global()
 
     checked: Any = checkpoint(again, leaf, use_reentrant=False)
@@ -214,7 +214,7 @@ def check_equal(expected: list[Any] | None, found: list[Any] | None) -> None:
             torch.testing.assert_close(cut.to_global(), whole)
 
 
-LOSSES: list[Callable[[DTensor], Any]] = [
+LOSSES: list[Callable[[Any], Any]] = [
     lambda cut: cut.cos().sum().to_global(),
     lambda cut: cut.to_global().cos().sum(),
     lambda cut: cut.redistribute("[S1,S0]").cos().sum().to_global(),

@@ -272,7 +272,8 @@ def second_derivatives(rank: int, every: int) -> tuple[int, list[str]]:
             if not torch.allclose(second, expected, rtol=1e-12, atol=0):
                 wrong.append(f"{source} → {target} on {shape}")
     leaf = DTensor(whole.clone().requires_grad_(), DeviceMesh(range(4), (2, 2)), "[S1,R]")
-    loss = ((leaf * leaf * leaf).redistribute("[R,S1]") * 1.0).to_global().sum()
+    cube: Any = leaf * leaf * leaf
+    loss = (cube.redistribute("[R,S1]") * 1.0).to_global().sum()
     (first,) = torch.autograd.grad(loss, leaf.to_local(), create_graph=True)
     (second,) = torch.autograd.grad((first**2).sum() / 2, leaf.to_local())
     expected = wanted[tuple(slice(*side) for side in leaf.layout.box(rank))]

@@ -329,9 +329,9 @@ def random_numbers(rank, mesh):
     columns = shardspec.randn(9, 5, device_mesh=mesh, sharding_spec="[S0,S1]")
     assert torch.equal(rows.to_global(), columns.to_global())
     assert list(rows.shards) == [rank]
-    doubled = shardspec.ones(9, 5, device_mesh=mesh, sharding_spec="[S01,R]") + rows
+    doubled: Any = shardspec.ones(9, 5, device_mesh=mesh, sharding_spec="[S01,R]") + rows
     torch.testing.assert_close(doubled.to_global(), rows.to_global() + 1)
-    empty = shardspec.zeros(9, 5, device_mesh=mesh, sharding_spec="[S0,R]", device="meta") * 2
+    empty: Any = shardspec.zeros(9, 5, device_mesh=mesh, sharding_spec="[S0,R]", device="meta") * 2
     assert empty.to_local().device.type == "meta"
 
 

@@ -1,5 +1,7 @@
 """Parts and blocks between real processes, over gloo."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def _conversions(rank: int) -> tuple[int, list[str]]:
     assert grad is not None
     if not torch.equal(grad.to_local(), shard_by_index(WHOLE.float(), weight.layout, rank)):
         wrong.append("gradient")
-    upwards = DTensor(WHOLE, DeviceMesh(range(4), (2, 2)), "[S1{8,4},S0]")
+    upwards: Any = DTensor(WHOLE, DeviceMesh(range(4), (2, 2)), "[S1{8,4},S0]")
     if not torch.equal((upwards + 1).to_global(), WHOLE + 1):
         wrong.append("sum")
     return compared, wrong

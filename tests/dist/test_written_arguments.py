@@ -134,12 +134,18 @@ def play(_, shape):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape)
     wrong = differences(mesh) + losses_in_parallel(mesh)
-    for options in ({"fused": True}, {"foreach": True}):
+    every: list[Any] = [{"fused": True}, {"foreach": True}]
+    for options in every:
         for ours, whole in zip(trained(mesh, options), trained(None, options), strict=True):
             wrong += [] if torch.allclose(ours, whole, atol=1e-6) else [str(options)]
+        pair: Any = Cut(torch.ones(4, 6), mesh, "[S0,R]"), torch.ones(4, 6)
+        for tensor in pair:
+            optimizer = torch.optim.AdamW([tensor.requires_grad_()], lr=0.1, **options)
+            tensor.cos().sum().backward()
+            optimizer.step()
+        wrong += [] if torch.allclose(pair[0].to_global(), pair[1]) else [f"our own, {options}"]
     tensor = Cut(torch.ones(4, 6), mesh)
     calls = (
-        lambda: torch.optim.AdamW([tensor]),
         lambda: torch.vmap(lambda row: row * 2)(tensor),
         lambda: torch.func.grad(torch.sum)(tensor),
     )

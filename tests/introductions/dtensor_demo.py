@@ -106,11 +106,12 @@ def _redistribution(rank: int, mesh: DeviceMesh) -> None:
 
 def _operators(mesh: DeviceMesh) -> None:
     a, b = WHOLE, WHOLE.t().contiguous() / 7
-    rows, columns = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Shard(1)])
+    rows: Any = distribute_tensor(a, mesh, [Shard(0)])
+    columns: Any = distribute_tensor(b, mesh, [Shard(1)])
     doubled = rows * 2 + rows.sin()
     assert doubled.placements == (Shard(0),)
     torch.testing.assert_close(doubled.full_tensor(), a * 2 + a.sin())
-    inner = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
+    inner: Any = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
     torch.testing.assert_close(inner.full_tensor(), a @ b)
     outer = rows @ distribute_tensor(b, mesh, [Replicate()])
     assert outer.placements == (Shard(0),)

@@ -220,7 +220,7 @@ def _plain_tensors(rank: int) -> tuple[list[Any], str]:
         out = {"w": DTensor(torch.zeros(4, 2), generator, "[R,S0]")}
         out |= {"norm": torch.zeros(3), "count": torch.tensor(0), "bias": torch.zeros(2)}
     plan_reshard(state, out).run(state, out)
-    got = [tensor.tolist() for tensor in out.values() if isinstance(tensor, torch.Tensor)]
+    got = [value.tolist() for value in out.values() if type(value) is torch.Tensor]
     if rank == 0:
         layout = Layout(DeviceMesh([0, 5]), "[S0]", (2,), "float32")
         state["other"] = DTensor.from_shards({0: torch.zeros(1)}, layout)

@@ -14,9 +14,9 @@ _NAMES: Final = ("memory", "messages")
 
 
 def transport_name() -> str:
-    """Return the transport that the environment asks for, by default "memory".
+    """Return the transport named by ``SHARDSPEC_TRANSPORT``, by default "memory".
 
-    Raises `CommunicatorError` if it is none.
+    Raises `CommunicatorError` for an unknown name.
     """
     name = os.environ.get("SHARDSPEC_TRANSPORT") or _NAMES[0]
     if name not in _NAMES:
@@ -34,7 +34,7 @@ def connect(
 ) -> Callable[[], "Transport"]:
     """Return a function that returns the transport of CPU tensors; all ranks of a mesh call this.
 
-    It is "memory" only if all ranks ask for it, share a host and can read each other.
+    It is "memory" only if all ranks request it, share a host and can read each other.
     """
     from shardspec.comm.transports.messages import Messages
     from shardspec.comm.transports.peer_memory import PeerMemory

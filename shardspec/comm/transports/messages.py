@@ -1,7 +1,7 @@
-"""A transport by messages of `torch.distributed`: gloo on CPU, NCCL on CUDA.
+"""Transports boxes as messages of `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-A message that is one contiguous part of a shard is sent and received in place; others pass through
-buckets, with a bounded number of bytes in use at a time.
+A message that is one contiguous part of a shard is sent and received in place; others are packed
+into buckets, with a bounded number of bytes in use at a time.
 """
 
 import re
@@ -22,17 +22,17 @@ from shardspec.errors import CommunicatorError
 from shardspec.text import ranks_text
 
 _TAG: Final = 0x5AD5
-"""A tag of the library's own: programs use small ones."""
+"""The tag of the library's messages; programs use small tags."""
 STAGED_BYTES: Final = 16 << 20
-"""The most bytes in buffers on the CPU, half for sending and half for receiving; with more than 32
-peers, half a MiB per peer."""
+"""The most bytes in buffers on the CPU, half for sending and half for receiving; 0.5 MiB per peer
+with more than 32 peers."""
 _ACCELERATOR_BYTES: Final = 64 << 20
 """Bytes per wave between accelerators, whose links need longer messages."""
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
 Finish: TypeAlias = Callable[[], None]
-"""Waits for the messages of a wave, and unpacks them."""
+"""A function that waits for the messages of a wave, and unpacks them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Messages:
     free: list[torch.Tensor] = field(default_factory=list)
     """Unused buckets, for later messages."""
     bucket_bytes: int = 0
-    """The least size of a bucket."""
+    """The least bytes of a bucket."""
 
     def close(self) -> None:
         """Do nothing: peers notice when the process ends, or at the timeout of the group."""
@@ -65,7 +65,7 @@ class Messages:
             finish()
 
     def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:
-        """Make the buckets of a first wave; see `Transport.reserve`."""
+        """Allocate the buckets of a first wave; see `Transport.reserve`."""
         count, self.bucket_bytes = first()
         self.free.extend(_bucket(self.bucket_bytes, like) for _ in range(count))
         return True
@@ -133,7 +133,7 @@ def _sending(device: torch.device) -> torch.device:
 
 
 def _whole(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor | None:
-    """Return the part of a shard that can be sent as a message in place; None if none can."""
+    """Return the part of a shard that is the message in place; None if it must be packed."""
     if len(message) > 1 or len(message[0].places) > 1:
         return None
     (part,) = stage.parts(message[0], of_source=of_source)
@@ -143,7 +143,7 @@ def _whole(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor |
 
 
 def _start_messages(sends: Addressed, receives: Addressed) -> list[dist.Work]:
-    """Post sends and receives of contiguous tensors, as bytes of any dtype; skip empty ones."""
+    """Post sends and receives of contiguous tensors as bytes; skip empty ones."""
     ops = [
         dist.P2POp(act, as_bytes(tensor), peer, None, _TAG)
         for act, addressed in ((dist.irecv, receives), (dist.isend, sends))
@@ -154,14 +154,18 @@ def _start_messages(sends: Addressed, receives: Addressed) -> list[dist.Work]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes."""
-    # A single element counts as contiguous whatever its stride, but needs stride 1 to be bytes.
+    """Return a contiguous tensor as bytes.
+
+    >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
+    tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    # torch counts a single element as contiguous with any stride, but a view of bytes needs 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @contextmanager
 def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
-    """Turn errors of `torch.distributed` into `CommunicatorError` that names a step and ranks."""
+    """Turn errors of `torch.distributed` into a `CommunicatorError` that names step and ranks."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
@@ -171,26 +175,30 @@ def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
 
 
 def cause_of(error: RuntimeError) -> str:
-    """Return the first line of a backend's error, without its source position and advice."""
+    """Return the first line of a backend's error, without its source position and advice.
+
+    >>> cause_of(RuntimeError("[pair.cc:5] closed. This is typically a crash"))
+    'closed'
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first_line = lines[0] if lines else "no reason given"
     return re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0]
 
 
-# Named anew in torch 2.13, which warns of the old names.
+# torch 2.13 has new names, and warns of the old ones.
 _NEW_NAMES: Final = torch.__version__ >= "2.13"  # compares as versions do
 _ALL_GATHER: Final = dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
 _REDUCE_SCATTER: Final = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
 _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Dtypes whose sum every backend has, with the rounding of the dtype itself."""
+"""Dtypes that every backend sums in the dtype itself."""
 
 
 def run_collective(
     schedule: DeviceTransfers, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Run a step that `has_collective` on CUDA tensors by NCCL's collective; see `run_transfers`.
+    """Run a step for which `has_collective` is true by NCCL's collective; see `run_transfers`.
 
-    It is faster than sends and receives.
+    This is faster than sends and receives.
     """
     step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
     with checked_result(step, result), errors_named(str(step), schedule.peers):
@@ -204,7 +212,7 @@ def run_collective(
 
 
 def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
-    """Return True if a collective of the backend does a step; all members return the same."""
+    """Return True if the backend has a collective for a step; all members return the same."""
     match schedule.step:
         case AllGather():
             coming = {copy.sender: copy.box for copy in schedule.incoming}

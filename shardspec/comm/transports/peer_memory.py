@@ -1,9 +1,9 @@
-"""A transport that reads the memory of peers on one host, by `process_vm_readv` (Linux, man 2).
+"""Transports boxes by reading the memory of peers on one host, with `process_vm_readv` (Linux).
 
-A device tells its readers where a table of its shards is; they copy what they need and answer when
-they are done. Processes first compare kernel and namespaces and try to read each other, which is
-allowed within one user unless Yama or a container's filter forbids it. Pipes coordinate the reads:
-a process writes to those of its peers, which it opens below ``/proc``.
+A device sends its readers the address of a table of its shards; they copy their boxes and then
+send a signal. Processes first compare kernel and namespaces and try to read each other, which is
+allowed within one user unless Yama or a container's filter forbids it. Signals go through pipes: a
+process opens the pipes of its peers below ``/proc``.
 """
 
 import ctypes
@@ -35,18 +35,18 @@ from shardspec.comm.transports.stage import Stage
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most bytes staged at once, and half of the addends combined at once: about the size of a
+"""The most bytes staged at once, and half of the bytes of addends at once: about the size of a
 core's cache."""
 MOST_BYTES: Final = 64 << 20
-"""The most bytes of an array per call; the kernel stops at 2 GiB."""
+"""The most bytes of an array per call; the limit of the kernel is 2 GiB."""
 _MOST_RUNS: Final = 1024
 """The most runs of bytes per call: IOV_MAX."""
 _RUN_BYTES: Final = 6 << 10
-"""One extra iovec costs as much as copying this many bytes: 0.4 µs."""
+"""Bytes that are copied in the time of one more iovec, 0.4 µs."""
 _FEW_RUNS: Final = 128
-"""Arrays of at most this many runs are read together in one call."""
+"""The most runs of an array that is read together with others in one call."""
 _SIGNAL: Final = struct.Struct("<4Q")
-"""A kind, a checksum of the step, and the address and bytes of a table."""
+"""Kind, checksum of the step, and address and bytes of a table."""
 GIVEN_UP, _READABLE, _DONE = range(3)
 _FLAGS: Final = os.O_NONBLOCK | os.O_CLOEXEC
 _INTS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,7 +72,7 @@ class Region(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in steps), item)
 
     def tensor(self) -> torch.Tensor:
-        """Return an array of this process, as integers; it has to outlive the tensor."""
+        """Return the region of this process as a tensor of integers, valid while the array is."""
         memory = (ctypes.c_char * self.span).from_address(self.address)
         steps = [stride // self.item_bytes for stride in self.strides]
         flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
@@ -100,7 +100,7 @@ class Region(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """Bytes before the first gap."""
+        """Bytes from the start to the first gap."""
         run = self.item_bytes
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != run:
@@ -115,7 +115,7 @@ class Region(NamedTuple):
         """
         starts: Ints = np.array(bases, dtype=np.int64) + self.address
         inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
-        # Inner dims without gaps count as one, which is cut into runs.
+        # Inner dims without gaps are joined, then cut into runs.
         while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
             inner *= dims.pop()[0]
         for size, stride in [*dims, (inner // run, run)]:
@@ -156,19 +156,19 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
 
 
 class Offer(NamedTuple):
-    """The offer of a process to let its peers on the same host read its memory."""
+    """The offer of a process to peers on its host: they may read its memory."""
 
     host: str
     """An identifier of the kernel and its namespaces."""
     pid: int
     probe: int
-    """An address at which `token` is in memory."""
+    """The address of `token` in memory."""
     token: bytes
     pipes: Mapping[int, int]
     """File descriptors, by rank, to which that rank writes signals."""
 
     def is_readable(self) -> bool:
-        """Return whether this process can read the memory of the other."""
+        """Return True if this process can read the memory of the offering one."""
         try:
             return read_bytes(self.pid, self.probe, len(self.token)) == self.token
         except OSError:
@@ -176,7 +176,7 @@ class Offer(NamedTuple):
 
 
 class Connection:
-    """A pair of pipes between two processes; the end of the other process is noticed at once."""
+    """A pair of pipes between two processes, which also shows the end of the other process."""
 
     def __init__(self, peer: int, pid: int, inbox: int, outbox: int) -> None:
         self.peer, self.pid, self._inbox, self._outbox = peer, pid, inbox, outbox
@@ -189,14 +189,14 @@ class Connection:
         self._free = weakref.finalize(self, _close, inbox, outbox, process)
 
     def send(self, kind: int, step: int = 0, address: int = 0, length: int = 0) -> None:
-        """Send a signal without waiting; if the peer has ended, `receive` raises that."""
+        """Send a signal without waiting; if the peer has ended, only `receive` raises an error."""
         with suppress(OSError):
             os.write(self._outbox, _SIGNAL.pack(kind, step, address, length))
 
     def receive(self, kind: int, step: int, deadline: float) -> tuple[int, ...]:
         """Return address and bytes of the next signal, by `deadline` (of `time.monotonic`).
 
-        Raises `CommunicatorError` if none comes in time, the peer has ended, or does another step.
+        Raises `CommunicatorError` at the deadline, or if the peer has ended or runs another step.
         """
         if not self._pending:
             self._take(max(0.0, deadline - time.monotonic()))
@@ -213,14 +213,14 @@ class Connection:
     def check(self) -> None:
         """Raise `CommunicatorError` if the peer has ended or given up.
 
-        A failing peer says so before it frees its memory, so data read before the check is valid.
+        A failing peer signals it before it frees its memory, so data read before this is valid.
         """
         self._take(0.0)
         if self._has_ended:
             raise CommunicatorError(f"rank {self.peer} has ended or given up this step")
 
     def _take(self, seconds: float) -> None:
-        """Take the signals that have come; wait for the first one at most."""
+        """Read the signals that have arrived; wait only for the first one."""
         while not self._has_ended and self._poll.poll(seconds * 1e3):
             signal = b""
             with suppress(BlockingIOError):  # the process has ended, and nothing is left to read
@@ -237,7 +237,7 @@ def _close(*descriptors: int) -> None:
 
 
 def this_host() -> str:
-    """Return an identifier of the kernel and its pid and network namespaces; empty off Linux."""
+    """Return an identifier of the kernel and its namespaces; "" on systems other than Linux."""
     if sys.platform != "linux":
         return ""
     try:
@@ -251,8 +251,8 @@ def this_host() -> str:
 class PeerMemory:
     """A `Transport` between processes that can all read each other's memory.
 
-    A process sends the address of its table once its tensors are readable, and every reader
-    answers when it is done. Waiting for a peer ends after `timeout_s`.
+    A process sends the address of its table when its tensors are readable. Every reader answers at
+    its end. Waiting for a peer ends after `timeout_s`.
     """
 
     name: ClassVar[str] = "memory"
@@ -275,8 +275,8 @@ class PeerMemory:
     ) -> "PeerMemory | None":
         """Return the transport if all ranks share a host, allow it and can read each other.
 
-        All ranks of a mesh call this. `gather` returns a value of every rank; `known` has the
-        connections of this process by rank, and gets the new ones.
+        All ranks of a mesh call this. `gather` returns the values of all ranks. New connections of
+        this process are added to `known`.
         """
         host, token = this_host() if allowed else "", np.frombuffer(secrets.token_bytes(16), "u1")
         pipes = {peer: os.pipe2(_FLAGS) for peer in peers if host and peer not in known}
@@ -292,7 +292,7 @@ class PeerMemory:
                     outbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                     new[peer] = Connection(peer, offer.pid, os.dup(inbox), outbox)
             joined = new.keys() == pipes.keys() and all(offers[p].is_readable() for p in peers)
-            # The pipes close after this, when all ranks have tried to open and to read.
+            # The pipes close only after all ranks have tried to open and to read.
             if not together or not all(gather(joined).values()):
                 return None
         finally:
@@ -326,7 +326,7 @@ class PeerMemory:
         for peer in stage.readers:
             self._connections[peer].send(_READABLE, step, served.ctypes.data, len(served))
         for wave in stage.waves(2 * BUFFER_BYTES if stage.is_combined else None):
-            # torch does not notice these writes by itself.
+            # torch does not notice these writes.
             increment_version(list(stage.target.values()))
             # Devices start with different peers, to spread the load.
             for peer in sorted(wave.receives, key=lambda peer: (peer < rank, peer)):
@@ -349,7 +349,7 @@ class PeerMemory:
             self._connections[peer].receive(_DONE, step, deadline)
 
     def _fill(self, stage: Stage, message: Message, peer: int, theirs: Table) -> None:
-        """Read a message of a peer: arrays of few runs in one call, and others one at a time."""
+        """Read a message of a peer: arrays of few runs in one call, others one at a time."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, their_rows = [nothing], [nothing]
         for copy in message:
@@ -382,7 +382,7 @@ class PeerMemory:
         read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(their_rows))
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
-        """Copy an array of a peer, run by run, or including the gaps if runs are short."""
+        """Copy an array of a peer, run by run, or with the gaps between them if runs are short."""
         pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
         far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
         most = MOST_BYTES if far_apart else BUFFER_BYTES

@@ -1,4 +1,4 @@
-"""Stages: the boxes that a transport moves, where they are in memory, and in which waves.
+"""Stages: the boxes that a transport moves, their places in memory, and their waves.
 
 Only this module packs boxes into messages and unpacks them.
 """
@@ -16,7 +16,7 @@ from shardspec.errors import CommunicatorError
 from shardspec.text import ranks_text
 
 ShardsByPlace: TypeAlias = Mapping[int, torch.Tensor]
-"""The tensors of one device, by place: the number that a tensor has on all devices."""
+"""Place to tensor of one device; the place is a tensor's number on all devices."""
 RegionOf: TypeAlias = Callable[
     [Copy, tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...], int]
 ]
@@ -29,7 +29,7 @@ class Wave(NamedTuple):
     sends: Mapping[int, Message]
     """The message to each receiver."""
     receives: Mapping[int, Message]
-    """The message from each sender; under the device itself, what it copies locally."""
+    """The message from each sender; local copies are under the device itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Stage:
     """Transfers of one device that run together; stages follow each other without overlap."""
 
     name: str
-    """The step or plan, for errors."""
+    """The name of the step or plan, for errors."""
     device: int
     readers: frozenset[int]
     """The other devices that receive from this one."""
@@ -48,13 +48,13 @@ class Stage:
     source_region: RegionOf
     target_region: RegionOf
     dtype_of: Callable[[Copy], torch.dtype]
-    """The dtype in which the elements of a copy travel."""
+    """The dtype of the elements of a copy during the transfer."""
     waves: Callable[[int | None], Iterable[Wave]]
-    """Returns the waves, given the most bytes in buffers; for None a single wave of whole boxes."""
+    """Maps the most bytes in buffers to the waves; None gives a single wave of uncut boxes."""
     one_by_one: bool = False
-    """True if a wave must end before the next is requested, because results are combined then."""
+    """True if a wave must end before the next is requested, to combine its results."""
     is_combined: bool = False
-    """True if waves bring addends, which are received in buffers."""
+    """True if waves contain addends, which are received in buffers."""
 
     def failed(self, why: object) -> CommunicatorError:
         """Return the error for a stage that failed, with its peers."""
@@ -62,7 +62,7 @@ class Stage:
         return CommunicatorError(f"{self.name} with {peers} failed: {why}")
 
     def parts(self, copy: Copy, *, of_source: bool) -> Iterator[torch.Tensor]:
-        """Yield views of the shards, one per tensor of a copy, of the copy's box."""
+        """Yield the views of a copy's box in the shards, one per tensor."""
         shards = self.source if of_source else self.target
         region_of = self.source_region if of_source else self.target_region
         own_strides: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ class Stage:
             part.copy_(boxed)
 
     def copy(self, message: Message, sender: "Stage") -> None:
-        """Copy boxes of a device of this process, perhaps this one, into the target."""
+        """Copy boxes from a device of this process, or from the same device, into the target."""
         for copy in message:
             ends = sender.parts(copy, of_source=True), self.parts(copy, of_source=False)
             for source_part, target_part in zip(*ends, strict=True):
@@ -93,7 +93,7 @@ class Stage:
     def _pairs(
         self, message: Message, bucket: torch.Tensor, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each box of a message: views of its buffer, and of the shard."""
+        """Yield two views of each box of a message: in its buffer, and in the shard."""
         start = 0
         for copy in message:
             dtype, shape, step = self.dtype_of(copy), box_shape(copy.box), aligned_bytes(copy)
@@ -108,21 +108,21 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the transport, as in ``SHARDSPEC_TRANSPORT``."""
+        """Name of the transport in ``SHARDSPEC_TRANSPORT``."""
 
     def close(self) -> None:
-        """Give up: peers that wait for this rank raise an error, if the transport can tell them."""
+        """Give up: if the transport can signal it, peers that wait for this rank raise an error."""
 
     def move(self, stages: Iterable[Stage]) -> None:
-        """Fill the targets of stages, one stage after the other, while serving other devices.
+        """Fill the targets of stages, one stage after the other, and send to other devices.
 
-        The next wave is requested while the one before travels, or, if the stage is `one_by_one`,
-        after it has ended. Raises `CommunicatorError` if a peer has ended or does not answer.
+        The next wave is requested during the one before, or, if the stage is `one_by_one`, after
+        its end. Raises `CommunicatorError` if a peer has ended or does not answer.
         """
 
     def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:
-        """Allocate buffers for the first wave, so that a lack of memory shows before any transfer.
+        """Allocate buffers for the first wave, so that lack of memory shows before any transfer.
 
         `first` returns the number of messages of the first wave, and the bytes of the longest.
-        Returns whether the transport needs buffers.
+        Returns True if the transport needs buffers.
         """

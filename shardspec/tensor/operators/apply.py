@@ -72,7 +72,9 @@ def apply(
         else ()
     )
     for leaf in written:
-        if is_torch_dtensor(leaf) or not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, TensorLike) or is_torch_dtensor(leaf):
+            continue
+        if not isinstance(leaf, torch.Tensor):
             continue
         raise LayoutError(
             f"{names.shown} would write a DTensor to a plain tensor; make this a DTensor too, by "
@@ -115,7 +117,7 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
     }
     if "out" in call.arguments[1]:
         return _in_whole(call)
-    before = {key: finished._version() for key, finished in done.items()}
+    before = {key: finished._version for key, finished in done.items()}
     again = Call.of(
         call.function,
         call.names,
@@ -126,7 +128,7 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
     owners = {id(done[id(t)]): t for t in call.tensors if id(t) in done}
     for tensor in owners.values():
         finished = done[id(tensor)]
-        if finished._version() != before[id(tensor)]:  # a flag as inplace=True asked for it
+        if finished._version != before[id(tensor)]:  # a flag as inplace=True asked for it
             _check_writable(call, tensor)
             tensor._write(_sharded(_whole(finished), tensor, tensor.layout).shards)
 
@@ -477,8 +479,7 @@ def _in_whole(call: Call) -> Any:  # noqa: ANN401
 def _whole(tensor: TensorLike) -> torch.Tensor:
     """Return the global tensor; without data on a rank outside the mesh."""
     if tensor.communicator.addressable:
-        whole: torch.Tensor = tensor.to_global()
-        return whole
+        return tensor.to_global()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -487,11 +488,11 @@ def _sharded(whole: torch.Tensor, like: TensorLike, wanted: Layout | None) -> Te
     mesh = like.layout.mesh
     if wanted is None or wanted.global_shape != tuple(whole.shape) or not wanted.spec.axes:
         return _replicated(whole, like)
-    replicas: Any = _replicated(whole, like, distinct=False)
+    replicas = _replicated(whole, like, distinct=False)
     pending = {int(p.axis): p.op for p in wanted.spec.partials}
     wanted = Layout(mesh, wanted.spec, whole.shape, whole.dtype)
     plain = wanted.spec.without_partial()
-    made: TensorLike = replicas.redistribute(plain)
+    made = replicas.redistribute(plain)
     if not pending:
         return made
     count = prod(mesh.shape[axis] for axis, op in pending.items() if op == "avg")

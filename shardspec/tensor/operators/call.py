@@ -54,9 +54,7 @@ class Call:
     def is_tracked(self) -> bool:
         """True if autograd records the call."""
         return torch.is_grad_enabled() and any(
-            leaf.requires_grad
-            for leaf in self.leaves
-            if isinstance(leaf, torch.Tensor | TensorLike)
+            leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor)
         )
 
     @property

@@ -18,6 +18,7 @@ from shardspec.errors import LayoutError
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.run import with_gradient_shared
+from shardspec.tensor.shards import is_torch_dtensor
 
 
 class Differentiable(TensorLike):
@@ -44,10 +45,10 @@ class Differentiable(TensorLike):
 
     def _as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
         """Return a gradient of this tensor as those of its shards; every rank calls this."""
-        complete: Self = gradient.redistribute(self.layout.spec.without_partial())
+        complete = gradient.redistribute(self.layout.spec.without_partial())
         return complete._nodes()
 
-    @property
+    @property  # type: ignore[override]
     def grad(self) -> Self | None:
         """The gradient, with nothing pending; None if absent.
 
@@ -66,7 +67,7 @@ class Differentiable(TensorLike):
             node.grad = of_node
 
     @property
-    def retains_grad(self) -> bool:
+    def retains_grad(self) -> bool:  # type: ignore[override]
         """True if the gradient is retained although this is not a leaf."""
         return any(node.retains_grad for node in self._nodes())
 
@@ -135,14 +136,13 @@ class Differentiable(TensorLike):
         return self
 
     @outside_graphs
-    def view_as(self, other: "torch.Tensor | TensorLike") -> Self:
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
         """Return a view of the shape of another tensor."""
         if other.shape == self.shape:  # torch uses this to find where gradients arrive
             view = self._view(lambda shard: shard.view_as(shard))
             view._become_part_of(self)
             return view
-        result: Self = self._call(torch.Tensor.view, other.shape)
-        return result
+        return self.view(other.shape)
 
     @outside_graphs
     def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -219,23 +219,21 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
         return []
     if isinstance(value, Mapping):
         return list(value.values())
-    is_tensor = isinstance(value, torch.Tensor | TensorLike | torch.autograd.graph.GradientEdge)
+    is_tensor = isinstance(value, torch.Tensor | torch.autograd.graph.GradientEdge)
     return [value] if is_tensor else list(value)
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     """Return the tracked tensors of an output, each with its initial gradient."""
-    if isinstance(start, torch.Tensor) and start.dim() and isinstance(end, Differentiable):
-        from torch.distributed.tensor import DTensor as TorchDTensor
-
-        if not isinstance(start, TorchDTensor):
-            raise LayoutError(
-                f"backward: a plain tensor of shape {tuple(start.shape)} is the gradient of a "
-                "DTensor; shard or replicate it first, by distribute_tensor"
-            )
-        start = end._wrap(start)
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
+    if is_torch_dtensor(start):
+        start = end._wrap(start)
+    if isinstance(start, torch.Tensor) and start.dim() and not isinstance(start, TensorLike):
+        raise LayoutError(
+            f"backward: a plain tensor of shape {tuple(start.shape)} is the gradient of a "
+            "DTensor; shard or replicate it first, by distribute_tensor"
+        )
     if isinstance(start, TensorLike) and start.shape != end.shape:
         raise LayoutError(
             f"backward: a gradient of shape {tuple(start.shape)} is given for a tensor of shape "
@@ -244,7 +242,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     if start is None and end.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     complete = end.redistribute(end.layout.spec.without_partial())
-    if isinstance(start, TensorLike):
+    if isinstance(start, Differentiable):
         return list(zip(complete._nodes(), complete._as_gradients(start), strict=True))
     return [(node, torch.ones_like(node) if start is None else start) for node in complete._nodes()]
 

@@ -29,7 +29,7 @@ POINTWISE: Final = _words(
     acos acosh addcdiv addcmul alpha_dropout angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bernoulli bfloat16 bitwise_and bitwise_left_shift
     bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool cauchy ceil celu clamp clamp_max
-    clamp_min clip clone conj_physical copy cos cosh deg2rad detach digamma div divide
+    clamp_min clip clone conj_physical copy cos cosh data deg2rad detach digamma div divide
     double dropout elu empty_like erf erfc erfinv exp exp2 expm1 exponential fill float
     float_power floor floor_divide fmax fmin fmod frac full_like gcd gelu geometric greater
     greater_equal half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma
@@ -70,8 +70,8 @@ EVEN: Final = (
 VIEWS: Final = (LINEAR_VIEWS | CUTTING) - _words("cat clone flip gather index_select stack")
 """Results may share the memory of an argument."""
 OF_SHAPE: Final = _words(
-    """dim_order element_size is_complex is_contiguous is_floating_point is_signed itemsize nbytes
-    ndimension nelement numel size storage_offset stride"""
+    """__len__ base dim dim_order element_size is_complex is_contiguous is_floating_point is_signed
+    is_view itemsize nbytes ndim ndimension nelement numel size storage_offset stride"""
 )
 """Answered from shape and dtype."""
 OF_DEVICE: Final = _words(
@@ -80,7 +80,8 @@ OF_DEVICE: Final = _words(
 )
 """Answered from a shard."""
 OF_MEMORY: Final = _words(
-    "as_strided_ data_ptr resize_ resize_as_ set_ share_memory_ storage untyped_storage"
+    """__set__ as_strided data_ptr resize resize_as set share_memory storage typed_storage
+    untyped_storage"""
 )
 """About the memory of one tensor, which a sharded tensor has not."""
 RANDOM: Final = re.compile(

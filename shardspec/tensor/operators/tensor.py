@@ -1,13 +1,11 @@
 """The base of DTensor: its shards, torch's DTensor of them, operators and methods."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
-from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError, LayoutError
@@ -23,23 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
     from torch.distributed.tensor import Placement
 
-    # The stubs of torch take only its own tensors, and what this is they need not know.
-    Base = Any
-else:
-    Base = object
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    method = getattr(torch.Tensor, name)
-
-    @outside_graphs
-    def call(self: "TensorLike", *args: object) -> Any:  # noqa: ANN401
-        return self._call(method, *args)
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"Apply torch's ``Tensor.{name}``."
-    return call
-
 
 class _SetByModules:
     """An attribute that `torch.nn.Parameter` and `torch.nn.Buffer` set: tensors of torch only."""
@@ -49,7 +30,7 @@ class _SetByModules:
 
     def __set__(self, instance: object, value: object) -> None:
         raise LayoutError(
-            "modules and optimizers take DTensors of torch: use nn.Parameter(tensor.to_torch()), "
+            "modules take parameters and buffers of torch: use nn.Parameter(tensor.to_torch()), "
             "or shardspec.distribute_module for all parameters of a module"
         )
 
@@ -59,7 +40,7 @@ class PartOf:
     """The tensor that another tensor is a view of, as it was when the view was taken."""
 
     base: "TensorLike"
-    version: tuple[int, ...]
+    version: int
     """The base's version."""
     is_tracked: bool
     """True if gradients were tracked for the base."""
@@ -67,16 +48,16 @@ class PartOf:
     """True if the view was gathered, so that its shards are not in the base's memory."""
 
 
-# mypy refuses to inherit from Any, which is what lets torch's functions take this class.
-class TensorLike(Base):  # type: ignore[misc]
-    """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
+class TensorLike(torch.Tensor):
+    """A tensor without memory: shards, with torch's functions by `tensor.operators.apply`.
 
-    Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks the shards.
+    Autograd tracks the shards; for torch's own code the tensor itself never requires a gradient.
     """
 
     __slots__ = ("_is_given", "_part_of", "_shards", "_torch", "_writes", "communicator", "layout")
 
-    layout: Layout
+    # torch's stubs declare these members as writable, and `layout` as a kind of memory.
+    layout: Layout  # type: ignore[assignment]
     """The layout of the tensor."""
     communicator: Communicator
     """The communicator that moves shards between devices."""
@@ -90,19 +71,10 @@ class TensorLike(Base):  # type: ignore[misc]
     """The shards of this process; None until they are needed; an error text if unusable."""
     _torch: "TorchDTensor | None"
     """torch's DTensor of the same storage, once it was needed."""
-    _is_param = _SetByModules()
+    redistribute: Callable[..., Self]
+    to_global: Callable[..., torch.Tensor]
+    _is_param = _SetByModules()  # type: ignore[assignment]
     persistent = _SetByModules()
-
-    def __init__(
-        self,
-        layout: Layout,
-        communicator: Communicator,
-        shards: dict[int, torch.Tensor] | None,
-        tensor: "TorchDTensor | None" = None,
-    ) -> None:
-        self.layout, self.communicator = layout, communicator
-        self._torch, self._shards = tensor, shards
-        self._part_of, self._is_given, self._writes = None, False, 0
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         """Return torch's DTensor as an instance of this class, on this tensor's mesh."""
@@ -116,22 +88,25 @@ class TensorLike(Base):  # type: ignore[misc]
         shards: dict[int, torch.Tensor] | None,
         tensor: "TorchDTensor | None" = None,
     ) -> Self:
-        result = cls.__new__(cls)
-        TensorLike.__init__(result, layout, communicator, shards, tensor)
+        of_device = tensor if shards is None else next(iter(shards.values()), None)
+        result: Self = cls._make_wrapper_subclass(
+            cls,
+            layout.global_shape,
+            dtype=torch_dtype(layout.dtype),
+            device=None if of_device is None else of_device.device,
+        )
+        result.layout, result.communicator = layout, communicator
+        result._torch, result._shards = tensor, shards
+        result._part_of, result._is_given, result._writes = None, False, 0
         return result
 
-    @outside_graphs
-    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Call a torch function on this tensor and further arguments."""
-        return handle_torch_function(function, (self,), self, *args, **kwargs)
-
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Sizes of the global tensor."""
         return torch.Size(self.layout.global_shape)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Element type."""
         return torch_dtype(self.layout.dtype)
 
@@ -152,23 +127,6 @@ class TensorLike(Base):  # type: ignore[misc]
         Raises `LossyConversionError` for blocks and uneven parts, which torch cannot express.
         """
         return to_placements(self.layout.spec, self.device_mesh)
-
-    @property
-    def ndim(self) -> int:
-        """Number of tensor dims."""
-        return len(self.layout.global_shape)
-
-    def dim(self) -> int:
-        """Return the number of tensor dims."""
-        return self.ndim
-
-    def __len__(self) -> int:
-        if not self.layout.global_shape:
-            raise TypeError("len() of a tensor without dims")
-        return self.layout.global_shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._call(torch.Tensor.unbind, 0))
 
     def _nodes(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that autograd tracks for this one: its shards."""
@@ -192,17 +150,17 @@ class TensorLike(Base):  # type: ignore[misc]
         return self
 
     @property
-    def is_leaf(self) -> bool:
+    def is_leaf(self) -> bool:  # type: ignore[override]
         """True if gradients are collected here, or none are tracked."""
         return all(node.is_leaf for node in self._nodes())
 
     @property
-    def grad_fn(self) -> object:
+    def grad_fn(self) -> object:  # type: ignore[override]
         """The autograd node that computed the tensor; None for a leaf."""
         return next((node.grad_fn for node in self._nodes()), None)
 
     @property
-    def output_nr(self) -> int:
+    def output_nr(self) -> int:  # type: ignore[override]
         """Index of this tensor among the results of ``grad_fn``."""
         return next((node.output_nr for node in self._nodes()), 0)
 
@@ -275,10 +233,11 @@ class TensorLike(Base):  # type: ignore[misc]
             return list(self._shards.values())
         return [] if self._torch is None else [self._torch]
 
-    def _version(self) -> tuple[int, ...]:
-        """Return numbers that change with each write to this tensor's memory."""
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """A number that grows with each write to this tensor's memory."""
         versions = (0 if each.is_inference() else each._version for each in self._memory())
-        return (self._writes, sum(versions))
+        return self._writes + sum(versions)
 
     def _is_tracked(self) -> bool:
         return any(each.requires_grad for each in self._memory())
@@ -290,7 +249,7 @@ class TensorLike(Base):  # type: ignore[misc]
             one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
             for one, other in zip(mine, theirs, strict=True)
         )
-        self._part_of = PartOf(base, base._version(), base._is_tracked(), is_copy)
+        self._part_of = PartOf(base, base._version, base._is_tracked(), is_copy)
 
     def _check_current(self) -> None:
         """Raise `LayoutError` if this is a view that does not see a later write to its base."""
@@ -299,7 +258,7 @@ class TensorLike(Base):  # type: ignore[misc]
             return
         part.base._check_current()
         gained_history = part.base._is_tracked() and not part.is_tracked
-        if part.version != part.base._version() and (
+        if part.version != part.base._version and (
             part.is_copy or self._is_tracked() or gained_history
         ):
             raise LayoutError(
@@ -324,30 +283,4 @@ class TensorLike(Base):  # type: ignore[misc]
             self._shards = {device: written(own[device], shards[device]) for device in own}
             self._torch = None
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        attribute = None if name.startswith("_") else getattr(torch.Tensor, name, None)
-        if attribute is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return (
-            partial(self._call, attribute) if callable(attribute) else self._call(attribute.__get__)
-        )
-
-    __hash__ = object.__hash__
-    __bool__, __float__, __int__ = map(_operator, ("__bool__", "__float__", "__int__"))
-    __getitem__, __setitem__ = map(_operator, ("__getitem__", "__setitem__"))
-    __neg__, __pos__ = map(_operator, ("__neg__", "__pos__"))
-    __abs__, __invert__ = map(_operator, ("__abs__", "__invert__"))
-    __eq__, __ne__ = map(_operator, ("__eq__", "__ne__"))
-    __lt__, __le__, __gt__, __ge__ = map(_operator, ("__lt__", "__le__", "__gt__", "__ge__"))
-    __add__, __radd__, __iadd__ = map(_operator, ("__add__", "__radd__", "__iadd__"))
-    __sub__, __rsub__, __isub__ = map(_operator, ("__sub__", "__rsub__", "__isub__"))
-    __mul__, __rmul__, __imul__ = map(_operator, ("__mul__", "__rmul__", "__imul__"))
-    __mod__, __rmod__, __imod__ = map(_operator, ("__mod__", "__rmod__", "__imod__"))
-    __pow__, __rpow__, __ipow__ = map(_operator, ("__pow__", "__rpow__", "__ipow__"))
-    __matmul__, __rmatmul__ = map(_operator, ("__matmul__", "__rmatmul__"))
-    __truediv__, __rtruediv__ = map(_operator, ("__truediv__", "__rtruediv__"))
-    __floordiv__, __rfloordiv__ = map(_operator, ("__floordiv__", "__rfloordiv__"))
-    __itruediv__, __ifloordiv__ = map(_operator, ("__itruediv__", "__ifloordiv__"))
-    __and__, __iand__ = map(_operator, ("__and__", "__iand__"))
-    __or__, __ior__ = map(_operator, ("__or__", "__ior__"))
-    __xor__, __ixor__ = map(_operator, ("__xor__", "__ixor__"))
+    __hash__, __format__, __dir__ = object.__hash__, object.__format__, object.__dir__
