@@ -42,30 +42,30 @@ Placement: TypeAlias = Split | ReduceOp | None
 """A split, the operation of a pending reduction (``Partial``), or nothing (``Replicate``)."""
 
 
-def is_placements(given: object) -> bool:
+def is_placements(value: object) -> bool:
     """Return True for a list, such as torch's placements; raises `LayoutError` for a placement.
 
     >>> is_placements(["Shard(0)"]), is_placements("[S0]")
     (True, False)
     """
     types = sys.modules.get(_MODULE)
-    if types is not None and isinstance(given, types.Placement):
+    if types is not None and isinstance(value, types.Placement):
         raise LayoutError(
-            f"{given!r} is the placement of one mesh axis; give a list with one per axis, as in "
-            f"[{given!r}]"
+            f"{value!r} is the placement of one mesh axis; give a list with one per axis, as in "
+            f"[{value!r}]"
         )
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def own_placements(given: object) -> tuple[Placement, ...]:
+def own_placements(placements: object) -> tuple[Placement, ...]:
     """Return torch's placements, for which `is_placements` is true, as `Placement` values.
 
     Raises `LayoutError` for other objects, and `LossyConversionError` for a masked or scaled
     partial.
     """
-    assert isinstance(given, Sequence)
+    assert isinstance(placements, Sequence)
     types = sys.modules.get(_MODULE)
-    return tuple(_own(types, placement) for placement in given)
+    return tuple(_own(types, placement) for placement in placements)
 
 
 def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may be missing
@@ -108,7 +108,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
             check_plain(spec, "torch's placements")
         axes = [int(axis) for axis in cut.axes]
         for place, axis in enumerate(axes):
-            before = prod(mesh_shape[other] for other in axes[:place] if other > axis)
+            before = prod(mesh_shape[previous] for previous in axes[:place] if previous > axis)
             placements[axis] = Split(dim, max(1, len(cut.parts)) * before)
     for partial in spec.partials:
         placements[int(partial.axis)] = partial.op
@@ -209,5 +209,5 @@ def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:
     """Return the parts into which torch divides a dim before an axis shards each of them."""
-    ends = (split_interval(0, size, factor, place) for place in range(factor))
-    return tuple(Part(hi - lo) for lo, hi in ends if lo < hi)
+    intervals = (split_interval(0, size, factor, place) for place in range(factor))
+    return tuple(Part(hi - lo) for lo, hi in intervals if lo < hi)
