@@ -121,7 +121,7 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     if (root["format"], root["version"]) != (LINKS_FORMAT, 1):
         raise ProfileError(f"format is {shown(root['format'])}, version {shown(root['version'])}")
     if unknown := set(root) - {*_KEYS, "format", "version", "inside", "about"}:
-        raise ProfileError(f"it has {shown(min(unknown))}, which is no word of such a file")
+        raise ProfileError(f"it has the unknown key {shown(min(unknown))}")
     room, memory = root.get("per_node"), root.get("memory_gb_per_s")
     if room is not None and (whole_number(room) or 0) < 1:
         raise ProfileError(f"per_node is {shown(room)}; give a whole number from 1")

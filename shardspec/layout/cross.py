@@ -184,7 +184,7 @@ def _boxes_seconds(
     if pieces > _MAX_PIECES:
         raise LayoutError(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
-            f"to {_MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
+            f"to {_MAX_PIECES:,} are planned: use the same spec on both, or fewer devices"
         )
     link, distance = (
         _pair_link(meshes, model),

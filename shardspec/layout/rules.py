@@ -111,7 +111,7 @@ def winning_patterns(
                 f"rule {shown(pattern)} has no effect, since later rules win and "
                 f"{first_of([*map(shown, later)], _MAX_SHOWN)} "
                 f"match{'es' if len(later) == 1 else ''} every {what} that it does; put it after "
-                "them, or leave it out"
+                "them, or remove it"
             )
     return winners
 

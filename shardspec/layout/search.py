@@ -56,7 +56,7 @@ def cheapest_plan(
     if max_bytes is not None and target_model is not None:
         raise LayoutError(
             f"max_bytes bounds conversions on one mesh, and {target} is on another mesh than "
-            f"{source}; leave it out, or bound the buckets of plan_reshard(max_bytes=)"
+            f"{source}; omit it, or bound the buckets of plan_reshard(max_bytes=)"
         )
     if not (source.spec.is_plain and target.spec.is_plain):
         moves = _moves_without_search(source, target, model, target_model)
@@ -83,7 +83,7 @@ def _moves_on_mesh(
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
-    raise too_many("max_bytes is", source, "leave it out")
+    raise too_many("max_bytes is", source, "omit it")
 
 
 def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:

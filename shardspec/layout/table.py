@@ -143,7 +143,7 @@ def cost_table(
     if count > _MAX_LAYOUTS:
         raise LayoutError(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
-            f"layouts, more than the {_MAX_LAYOUTS:,} that a table holds: it would take "
+            f"layouts, more than the {_MAX_LAYOUTS:,} of a table: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
     prices = table_prices(replicated, model)
