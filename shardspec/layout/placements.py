@@ -123,11 +123,10 @@ def spec_of_placements(
 ) -> ShardingSpec:
     """Return the spec equivalent to placements, one per mesh axis.
 
-    `dims` is the number of the tensor's dims, or their sizes, which parts need; a negative dim of a
-    `Split` counts from the end. `shard_order` maps each dim to the axes that split it, if torch
-    stores it beside the placements; split factors are then all 1. Raises `LayoutError` for
-    placements that do not fit mesh or tensor, and `LossyConversionError` if several axes shard
-    parts of one dim, where two rules of torch contradict each other.
+    `dims` is the number of the tensor's dims, or their sizes if a split factor makes parts. A
+    negative dim of a `Split` counts from the end. torch may store the order of axes of each dim in
+    `shard_order`; split factors are then all 1. Raises `LayoutError` for placements that do not fit
+    mesh or tensor, and `LossyConversionError` if several axes shard the parts of one dim.
 
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
