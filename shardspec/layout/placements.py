@@ -162,13 +162,15 @@ def spec_of_placements(
         order.insert(made.index(placement.split_factor), axis)
     parts = {dim: split_factors for dim, split_factors in factors.items() if split_factors[0] > 1}
     if shard_order is not None and not parts:
-        given: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
-        axes_placed, axes_given = (
-            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, given)
+        declared: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
+        axes_placed, axes_declared = (
+            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, declared)
         )
-        if axes_placed != axes_given:
-            raise LayoutError(f"shard order {given} names other dims or axes than the placements")
-        orders = given
+        if axes_placed != axes_declared:
+            raise LayoutError(
+                f"shard order {declared} names other dims or axes than the placements"
+            )
+        orders = declared
     cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
     for dim, split_factors in parts.items():
         if sizes is None:
@@ -185,7 +187,7 @@ def spec_of_placements(
             )
         cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], split_factors[0]))
     pending: dict[int | str, ReduceOp] = {
-        axis: given for axis, given in enumerate(placements) if isinstance(given, str)
+        axis: op for axis, op in enumerate(placements) if isinstance(op, str)
     }
     return ShardingSpec(dims, cuts, partial=pending)
 
