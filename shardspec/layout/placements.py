@@ -162,15 +162,13 @@ def spec_of_placements(
         order.insert(made.index(placement.split_factor), axis)
     parts = {dim: split_factors for dim, split_factors in factors.items() if split_factors[0] > 1}
     if shard_order is not None and not parts:
-        declared: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
-        axes_placed, axes_declared = (
-            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, declared)
+        known: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
+        axes_placed, axes_known = (
+            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, known)
         )
-        if axes_placed != axes_declared:
-            raise LayoutError(
-                f"shard order {declared} names other dims or axes than the placements"
-            )
-        orders = declared
+        if axes_placed != axes_known:
+            raise LayoutError(f"shard order {known} names other dims or axes than the placements")
+        orders = known
     cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
     for dim, split_factors in parts.items():
         if sizes is None:

@@ -155,10 +155,9 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Return moves that finish reductions, then slice, permute or exchange.
+    """Return moves that finish reductions, then slice, permute or exchange; else the naive moves.
 
-    Returns the naive moves if none of these steps leads to the target. All conversions of specs
-    with parts or blocks are planned here.
+    All conversions of specs with parts or blocks are planned here.
     """
     moves = list(finishing_moves(source, target.spec))
     finished = moves[-1][1] if moves else source
