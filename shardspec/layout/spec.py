@@ -263,6 +263,11 @@ class ShardingSpec:
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
+    def sharding_sequence(self) -> list[DimSpec]:
+        """One `DimSpec` per tensor dim, as Colossal-AI calls it."""
+        return list(self.dim_specs)
+
+    @property
     def partial(self) -> dict[Axis, ReduceOp]:
         """Mesh axis to the operation of the reduction pending over it."""
         return {p.axis: p.op for p in self.partials}

@@ -388,6 +388,10 @@ class DeviceMesh:
 
         return group_along(self, number)
 
+    def get_all_groups(self) -> "list[dist.ProcessGroup]":
+        """Return the calling rank's group along every axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
     def get_rank(self) -> int:
         """Return the calling rank's number in the job; the mesh need not contain it."""
         from shardspec.mesh.job import own_rank

@@ -27,7 +27,7 @@ def run(rank: int) -> None:
     assert shards.get_local_rank() == column
     assert replicas.ids == tuple(range(column, world, shape[1]))
     groups = [mesh.get_group(mesh_dim="replicate"), mesh.get_group("shard")]
-    assert groups == [mesh.get_group(0), mesh.get_group(1)]
+    assert groups == mesh.get_all_groups() == [mesh.get_group(0), mesh.get_group(1)]
     for group, members in zip(groups, (replicas.ids, shards.ids), strict=True):
         assert tuple(dist.get_process_group_ranks(group)) == members
         total = torch.tensor([float(rank)])

@@ -102,8 +102,8 @@ def test_the_order_in_which_partials_are_given_means_nothing():
 def test_views_of_a_spec():
     spec = ShardingSpec.parse("[S10,R,S(tp)|P2]")
     assert spec.dims == 3
-    assert spec.dim_specs == (DimSpec((1, 0)), DimSpec(), DimSpec(("tp",)))
-    assert str(list(spec.dim_specs)) == "[S10, R, S(tp)]"
+    assert spec.sharding_sequence == [DimSpec((1, 0)), DimSpec(), DimSpec(("tp",))]
+    assert str(spec.sharding_sequence) == "[S10, R, S(tp)]"
     assert [str(dim) for dim in spec.dim_specs] == ["S10", "R", "S(tp)"]
     assert spec.dim_partition_dict == {0: [1, 0], 2: ["tp"]}
     assert spec.partial == {2: "sum"}
