@@ -118,7 +118,7 @@ def count_conversions(num_axes: int, dims: int) -> int:
     return sum(
         comb(num_axes, pending)
         * free[num_axes - pending]
-        * sum(comb(pending, left) * free[num_axes - left] for left in range(pending + 1))
+        * sum(comb(pending, n) * free[num_axes - n] for n in range(pending + 1))
         for pending in range(num_axes + 1)
     )
 
@@ -130,14 +130,14 @@ def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[La
     ['[R]', '[S0]', '[R|P0]']
     """
     replicated = ",".join("R" * len(shape))
-    whole = Layout(mesh, replicated, shape, dtype)
+    replica = Layout(mesh, replicated, shape, dtype)
     try:
-        whole.with_spec(f"{replicated}|P0")
+        replica.with_spec(f"{replicated}|P0")
         pending = mesh.ndim
     except DTypeError:
         pending = 0
     space = space_of(mesh.ndim, len(shape), tuple((axis, "sum") for axis in range(pending)))
-    return [whole.with_spec(spec_of(state)) for state in space.states]
+    return [replica.with_spec(spec_of(state)) for state in space.states]
 
 
 def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:

@@ -87,12 +87,12 @@ def from_placements(
     >>> str(from_placements([Shard(1), Replicate()], 2, DeviceMesh(range(4), (2, 2))))
     '[R,S0]'
     """
-    given = own.own_placements(placements)
-    if given is None:
+    parsed = own.own_placements(placements)
+    if parsed is None:
         raise LayoutError(
             f"placements are a {type(placements).__name__}; give a list, one per axis"
         )
-    return own.spec_of_placements(given, dims, mesh.shape)
+    return own.spec_of_placements(parsed, dims, mesh.shape)
 
 
 def to_partition_spec(

@@ -49,8 +49,8 @@ class RedistributeCost:
         LayoutError
             If the current spec has no `tensor_meta`, or the target is of another tensor.
         """
-        ends = zip(current_spec.placements, target_spec.placements, strict=True)
-        if current_spec.mesh != target_spec.mesh or any(b.is_partial() and a != b for a, b in ends):
+        both = zip(current_spec.placements, target_spec.placements, strict=True)
+        if current_spec.mesh != target_spec.mesh or any(b.is_partial() and a != b for a, b in both):
             return inf
         meta = target_spec.tensor_meta or current_spec.tensor_meta
         specs = [current_spec, DTensorSpec(target_spec.mesh, target_spec.placements, meta)]
@@ -111,13 +111,13 @@ class RedistributeCost:
         every = [(numbered(sources), numbered(targets)) for sources, targets in edges]
         distinct = {edge: tuple(map(np.unique, edge)) for edge in every}
         pairs = [
-            (specs[a], specs[b]) for starts, ends in distinct.values() for a in starts for b in ends
+            (specs[a], specs[b]) for rows, cols in distinct.values() for a in rows for b in cols
         ]
         prices = self.many(*zip(*pairs, strict=True)) if pairs else np.zeros(0)
         tables, first = {}, 0
-        for edge, (starts, ends) in distinct.items():
-            own = prices[first : first + len(starts) * len(ends)].reshape(len(starts), len(ends))
-            table = own[np.ix_(np.searchsorted(starts, edge[0]), np.searchsorted(ends, edge[1]))]
+        for edge, (rows, cols) in distinct.items():
+            own = prices[first : first + len(rows) * len(cols)].reshape(len(rows), len(cols))
+            table = own[np.ix_(np.searchsorted(rows, edge[0]), np.searchsorted(cols, edge[1]))]
             table.flags.writeable = False
             tables[edge] = table
             first += own.size

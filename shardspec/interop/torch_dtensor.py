@@ -68,8 +68,8 @@ def _layout(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Layout:
-    kept = None if order is None else dict(order)
-    spec = spec_of_placements(own_placements(placements), shape, mesh.shape, kept)
+    axis_order = None if order is None else dict(order)
+    spec = spec_of_placements(own_placements(placements), shape, mesh.shape, axis_order)
     return Layout(mesh, spec, shape, dtype)
 
 
@@ -257,13 +257,13 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     because torch can differentiate that and a conversion here cannot.
     """
     # True for each placement that a spec can express, and that tracked gradients pass.
-    kept = [
+    expressible = [
         not tensor.requires_grad or p.reduce_op in ("sum", "avg")
         if type(p) is Partial
         else type(p) in (Replicate, Shard)
         for p in tensor.placements
     ]
-    if all(kept):
+    if all(expressible):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
         grid = DeviceMesh(range(tensor.device_mesh.size()), tensor.device_mesh.shape)
@@ -271,7 +271,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
             from_placements(tensor.placements, tensor.dim(), grid)
             return tensor
     placements = [
-        p if keep else Replicate() for p, keep in zip(tensor.placements, kept, strict=True)
+        p if keep else Replicate() for p, keep in zip(tensor.placements, expressible, strict=True)
     ]
     finished = tensor.redistribute(placements=placements)
     if not tensor.requires_grad:

@@ -83,8 +83,8 @@ def fit_curve(
 ) -> Curve:
     """Return the best curve for which `accepts` is True; the best of all if there is none."""
     sizes = int(times[0][0]), int(times[-1][0])
-    found = (lines for _, lines in candidate_lines(times))
-    near = [Curve(kind, devices, lines, sizes, nodes) for lines in found]
+    candidates = (lines for _, lines in candidate_lines(times))
+    near = [Curve(kind, devices, lines, sizes, nodes) for lines in candidates]
     return next(filter(accepts, near), near[0])
 
 
@@ -220,8 +220,8 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     text = read_input_file(path, _MOST_BYTES).decode("utf-8", "replace")
     named = _TEST.search(text) or _TEST.search(path.name)
     if named is None or named[1] not in _KINDS:
-        what = f"of {named[1]}_perf" if named else "of no collective"
-        raise ProfileError(f"{path}: is a log {what}; known: {', '.join(_KINDS)} of nccl-tests")
+        tested = f"of {named[1]}_perf" if named else "of no collective"
+        raise ProfileError(f"{path}: is a log {tested}; known: {', '.join(_KINDS)} of nccl-tests")
     hosts = _RANK.findall(text)
     count = nodes or len(set(hosts))
     if not hosts or len(hosts) % count:

@@ -96,11 +96,11 @@ def _time(
     alone = Layout(before.mesh, ShardingSpec(0, partial=dict.fromkeys(every, "sum")), (), "float32")
     ones = {id_: torch.ones((), device=device) for id_ in addressable}
 
-    together = transfers_of(AllReduce(tuple(every), "sum"), alone, alone)
+    synchronize = transfers_of(AllReduce(tuple(every), "sum"), alone, alone)
     transfers = transfers_of(step, before, after)
 
     def once() -> float:
-        communicator.run(together, ones)
+        communicator.run(synchronize, ones)
         started = time.perf_counter()
         communicator.run(transfers, shards)
         if device.type == "cuda":

@@ -435,9 +435,9 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
     boundary = min(last, -(-first // per_segment) * per_segment)
     for a, b in pairwise((first, boundary, max(boundary, last // per_segment * per_segment), last)):
         if a < b:
-            whole = max(1, (b - a) // per_segment)
-            block = part[:, a - first : b - first].reshape(-1, (b - a) // whole)
-            places = np.arange(a // per_segment, a // per_segment + whole, dtype=np.uint64)
+            num_segments = max(1, (b - a) // per_segment)
+            block = part[:, a - first : b - first].reshape(-1, (b - a) // num_segments)
+            places = np.arange(a // per_segment, a // per_segment + num_segments, dtype=np.uint64)
             numbers = (rows[:, None] * np.uint64(segments) + places).ravel()
             lanes += _block_lanes(block, a % per_segment, numbers, seed)
     return lanes
@@ -488,8 +488,8 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
     for at in range(first, last, 1 << 16):
         blocks = np.arange(at, min(at + (1 << 16), last))
-        ends = np.minimum(hi - blocks * _COVER_BLOCK, _COVER_BLOCK)
-        sums = before[ends] - before[np.maximum(lo - blocks * _COVER_BLOCK, 0)]
+        stops = np.minimum(hi - blocks * _COVER_BLOCK, _COVER_BLOCK)
+        sums = before[stops] - before[np.maximum(lo - blocks * _COVER_BLOCK, 0)]
         keys = _keys(blocks.astype(np.uint64), (_COVER + 2 * dim,), seed)[0]
         total += int((keys * sums).sum(dtype=np.uint64))
     return total & _MASK

@@ -268,16 +268,16 @@ class DeviceShards:
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
         """Yield copies inside the device, then messages; without `most_bytes`, one wave of all."""
-        kept = [copy for copy in self.plan.kept if copy.receiver == self.device]
-        own = {self.device: kept} if kept and not number else {}
+        inside = [copy for copy in self.plan.own_copies if copy.receiver == self.device]
+        own = {self.device: inside} if inside and not number else {}
         if most_bytes is None:
             streams = self.plan.stages[number].streams(self.device)
-            wanted = {
+            incoming = {
                 sender: copies
                 for (sender, receiver), copies in streams.items()
                 if receiver == self.device
             }
-            yield Wave({}, {**own, **wanted})
+            yield Wave({}, {**own, **incoming})
             return
         if own:
             yield Wave({}, own)

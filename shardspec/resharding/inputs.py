@@ -118,13 +118,13 @@ def checked_inputs(
             if flat_out is not None and device in layout.mesh
         }
     shared = _shared(plan, read, filled) if flat_out is not None else ()
-    kept = {new: state[name] for name, new in plan.values if name in state}
+    own_values = {new: state[name] for name, new in plan.values if name in state}
     inputs = {
         # Copies read memory, so lazy conjugates and negatives are computed first.
         device: DeviceInputs({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
-    values_bytes = pickle.dumps(kept)
+    values_bytes = pickle.dumps(own_values)
     statement = Statement(None, values_bytes, shared, len(plan.stages), flat_out is not None)
     return Inputs(inputs, list(state), flat_out, statement)
 
@@ -132,8 +132,8 @@ def checked_inputs(
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
     if unknown := sorted(values.keys() - set(planned)):
         raise LayoutError(
-            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; remove it, or "
-            "make the plan with it"
+            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; leave it out, "
+            "or make the plan with it"
         )
 
 
@@ -147,11 +147,11 @@ def _check_layouts(
             continue
         # Tensors on other meshes, such as a second replica of the model, are not read.
         if any(device in layout.mesh for device in devices):
-            stated = stated_layout(name, value)
-            if stated not in (None, layout) and not same_shards(stated, layout):
+            declared = stated_layout(name, value)
+            if declared not in (None, layout) and not same_shards(declared, layout):
                 label = f"{where}[{name!r}]" if where else repr(name)
                 raise LayoutError(
-                    f"{label} is laid out as {_layout_text(stated)}, in the plan as "
+                    f"{label} is laid out as {_layout_text(declared)}, in the plan as "
                     f"{_layout_text(layout)}; redistribute it, or make the plan with it"
                 )
 
@@ -306,7 +306,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
             if keys[id(theirs)] != keys[id(having[first])]:
                 raise LayoutError(
                     f"{name!r} is {shown(values[new])} on rank {first} and {shown(theirs[new])} on "
-                    f"rank {peer}; make them equal, or remove it"
+                    f"rank {peer}; make them equal, or leave it out"
                 )
     return values
 
@@ -460,15 +460,15 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     layouts: dict[str, Layout | None] = {}
     holders: dict[str, int] = {}
     for peer in sorted(first.values()):
-        stated: dict[str, Layout | None] = pickle.loads(contents[peer])
-        for name, layout in stated.items():
+        declared: dict[str, Layout | None] = pickle.loads(contents[peer])
+        for name, layout in declared.items():
             before = layouts.setdefault(name, layout)
             holder = holders.setdefault(name, peer)
             if not _agree(before, layout):
                 texts = [str(value) if value else "a plain value" for value in (before, layout)]
                 raise LayoutError(
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
-                    "them equal"
+                    "them alike"
                 )
     return layouts
 
@@ -482,15 +482,15 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
     layouts = {name: stated_layout(name, value) for name, value in state.items()}
     meshes = {layout.mesh for layout in layouts.values() if layout}
     # A module may have parameters on slices of its mesh.
-    whole = max(meshes, key=DeviceMesh.size, default=None)
-    if whole and any(not {*mesh.ids} <= {*whole.ids} for mesh in meshes):
-        whole = None
+    largest = max(meshes, key=DeviceMesh.size, default=None)
+    if largest and any(not {*mesh.ids} <= {*largest.ids} for mesh in meshes):
+        largest = None
     for name, value in state.items():
         if layouts[name] is None and not is_plain(value):
-            if whole is None or not isinstance(value, torch.Tensor):
+            if largest is None or not isinstance(value, torch.Tensor):
                 layouts[name] = required_layout(name, value)
             else:
-                layouts[name] = Layout(whole, ShardingSpec(value.dim()), value.shape, value.dtype)
+                layouts[name] = Layout(largest, ShardingSpec(value.dim()), value.shape, value.dtype)
     return layouts
 
 
@@ -498,5 +498,5 @@ def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
     """Return True if the layouts of two ranks describe one tensor, or copies of it."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
-    alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
-    return same_shards(ours, theirs) or (alike and not {*ours.mesh.ids} & {*theirs.mesh.ids})
+    same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
+    return same_shards(ours, theirs) or (same_tensor and not {*ours.mesh.ids} & {*theirs.mesh.ids})

@@ -28,34 +28,34 @@ _Table: TypeAlias = Mapping[str, object]
 def read_map(text: str) -> dict[str, Any]:
     """Return the fields of the `NameMap` that a text describes; LayoutError if it is no map."""
     try:
-        given = parse_toml(text)
+        fields = parse_toml(text)
     except ValueError as error:
         raise LayoutError(f"this is not TOML: {error}") from None
-    if unknown := sorted(set(given) - {"map", "sizes", "zeros", "unused", "model_types"}):
+    if unknown := sorted(set(fields) - {"map", "sizes", "zeros", "unused", "model_types"}):
         raise LayoutError(
             "a map has model_types, [sizes], [[map]], [[zeros]] and [[unused]], not "
             f"{shown(unknown[0])}"
         )
-    sizes = given.get("sizes", {})
+    sizes = fields.get("sizes", {})
     if not isinstance(sizes, dict) or not all(
         isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
     ):
         raise LayoutError("[sizes] holds numbers, or expressions as text")
-    types = given.get("model_types", [])
+    types = fields.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
-    maps = _tables(given, "map", {"source", "target"})
+    maps = _tables(fields, "map", {"source", "target"})
     return {
         "rules": tuple((_side(table, "source"), _side(table, "target")) for table in maps),
         "sizes": sizes,
-        "zeros": tuple(_side(table, "target") for table in _tables(given, "zeros", {"target"})),
-        "unused": tuple(_side(table, "source") for table in _tables(given, "unused", {"source"})),
+        "zeros": tuple(_side(table, "target") for table in _tables(fields, "zeros", {"target"})),
+        "unused": tuple(_side(table, "source") for table in _tables(fields, "unused", {"source"})),
         "model_types": tuple(types),
     }
 
 
-def _tables(given: _Table, key: str, keys: Collection[str]) -> list[dict[str, object]]:
-    tables = given.get(key, [])
+def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, object]]:
+    tables = fields.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
     for table in tables:
@@ -120,13 +120,13 @@ def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
     {'a.3.b.12': {'i': 3, 'e': 12}}
     """
     candidates = names.get(form_of(pattern), ())
-    text, seen = "", set[str]()
+    text, bound_names = "", set[str]()
     for number, part in enumerate(_PLACEHOLDER.split(pattern)):
         if number % 2 == 0:
             text += re.escape(part)
         else:
-            text += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
-            seen.add(part)
+            text += f"(?P={part})" if part in bound_names else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
+            bound_names.add(part)
     matches = map(re.compile(text).fullmatch, candidates)
     return {
         match[0]: {key: int(n) for key, n in match.groupdict().items()}
@@ -168,7 +168,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         raise LayoutError(
-            f"the size {error.args[1][0]!r} refers to itself; give it as a number"
+            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
         ) from None
     for name in order:
         text = sizes.get(name)
@@ -233,10 +233,10 @@ def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
 def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...]) -> None:
     """Raise LayoutError if the model type of a config is not one that a map accepts."""
     types = (part.get("model_type") for part in (config, text_config(config)))
-    given = [model_type for model_type in types if isinstance(model_type, str)]
-    if model_types and given and not set(given) & set(model_types):
+    own_types = [model_type for model_type in types if isinstance(model_type, str)]
+    if model_types and own_types and not set(own_types) & set(model_types):
         raise LayoutError(
-            f"the config is of a model of type {shown(given[0])}, the map is for "
-            f"{', '.join(map(repr, model_types))}; take a map for {shown(given[0])}, whose "
+            f"the config is of a model of type {shown(own_types[0])}, the map is for "
+            f"{', '.join(map(repr, model_types))}; take a map for {shown(own_types[0])}, whose "
             "tensors differ"
         )

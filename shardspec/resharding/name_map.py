@@ -428,8 +428,8 @@ def _implied(ours: Side, theirs: Side, source: Shape, sizes: Mapping[str, int]) 
             raise SpecSyntaxError(problem, theirs[1], theirs[1].index(name))
         if name not in lengths and name not in cut:
             lengths[name] = next(free, 0)
-    whole = {**lengths, **sizes}
-    shape = tuple(prod(whole[name] for name in factors) for factors in dims)
+    known = {**lengths, **sizes}
+    shape = tuple(prod(known[name] for name in factors) for factors in dims)
     if min(shape, default=0) < 0 or prod(size for size in shape if size) > MAX_SIZE:
         raise SpecSyntaxError(f"no tensor is {shown(shape)}", theirs[1], 0)
     return shape

@@ -386,23 +386,23 @@ def plan_state(
 
     `dropped` are tensors that an earlier map has dropped.
     """
-    given = flat_state(source)
-    before = _stated(given)
+    flat = flat_state(source)
+    before = _layouts_of_flat(flat)
     shapes = {name: layout.global_shape for name, layout in before.items()}
     behind = {**dropped_by(drop, shapes), **(dropped or {})}
-    given = {name: value for name, value in given.items() if name not in behind}
+    flat = {name: value for name, value in flat.items() if name not in behind}
     before = {name: layout for name, layout in before.items() if name not in behind}
     renamed: dict[str, str] = {}
     padded: set[str] = set()
     if isinstance(names, Naming):
-        wanted = {name: layout.global_shape for name, layout in before.items()}
-        names = names.maps(wanted, behind=behind)
+        remaining = {name: layout.global_shape for name, layout in before.items()}
+        names = names.maps(remaining, behind=behind)
     if isinstance(names, NameMap):
         names = (names,)
     if isinstance(names, Sequence) and names and all(isinstance(m, NameMap) for m in names):
         moves, padded = _mapped(before, target, names, dtype, behind)
     elif isinstance(names, Mapping | None):
-        renamed = _renamed(list(given), names or {})
+        renamed = _renamed(list(flat), names or {})
         outlines = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
         after = _targets(target, outlines, dtype)
         for lacking, missing in (
@@ -425,7 +425,7 @@ def plan_state(
         )
     # Sorted, so that ranks with different orders of names make the same plan.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
-    values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
+    values = sorted((name, renamed.get(name, name)) for name in flat if name not in before)
     left_behind = sorted(shapes.keys() - {move.source_name for move in moves})
     bound = bound_of_bytes(max_bytes)
     limit = _MAX_BYTES if bound is None else bound
@@ -481,27 +481,27 @@ def reshard_state(
     with telling_job():
         if device_mesh is None and not state:
             return {}  # a rank without tensors is outside their mesh
-        given = state if device_mesh is None else known_to_all(state)
-        meshes = {layout.mesh for layout in layouts_of(given).values()}
+        known = state if device_mesh is None else known_to_all(state)
+        meshes = {layout.mesh for layout in layouts_of(known).values()}
         if device_mesh is not None:
             meshes.add(device_mesh)
     with telling_job(device for mesh in meshes for device in mesh.ids):
         if device_mesh is None:
             if len(meshes) != 1:
                 raise LayoutError(
-                    f"the tensors are on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
-        return plan_state(given, (device_mesh, rules), names, None, max_bytes).run(state)
+        return plan_state(known, (device_mesh, rules), names, None, max_bytes).run(state)
 
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts of the tensors of a state dict, by name."""
-    return _stated(flat_state(state))
+    return _layouts_of_flat(flat_state(state))
 
 
-def _stated(flat: Mapping[str, object]) -> dict[str, Layout]:
+def _layouts_of_flat(flat: Mapping[str, object]) -> dict[str, Layout]:
     return {
         name: required_layout(name, value)
         for name, value in flat.items()
@@ -547,12 +547,12 @@ def _targets(
         return layouts_of(target)
     mesh, rules = target
     specs = match_rules(rules, {name: shape for name, (shape, _) in outlines.items()}, mesh)
-    wanted = None if dtype is None else dtype_name(dtype)
+    requested = None if dtype is None else dtype_name(dtype)
     layouts = {}
     for name, (shape, own) in outlines.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
         casts = is_floating(own) and not own.startswith("complex") and not keeps_dtype(name)
-        layouts[name] = Layout(mesh, spec, shape, wanted if wanted and casts else own)
+        layouts[name] = Layout(mesh, spec, shape, requested if requested and casts else own)
     return layouts
 
 

@@ -87,7 +87,7 @@ def receipt_of(
     Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
     replicas differ.
     """
-    boxes: dict[int, _Boxes] = gather({d: _boxes(plan, held) for d, held in shards.items()})
+    boxes: dict[int, _Boxes] = gather({d: _boxes(plan, own) for d, own in shards.items()})
 
     def fail(name: str, problem: str) -> Exception:
         text = f"version {version}: tensor {name!r} {problem}, and sync again"
@@ -132,7 +132,7 @@ def receipt_of(
 
 def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
     """Return the digests of the boxes of one device."""
-    found = _Boxes({}, {}, {})
+    digests = _Boxes({}, {}, {})
     cast = {m.target_name for m in plan.moves if m.source.dtype != m.target.dtype}
     for place, shard in shards.source.items():
         move = plan.moves[place]
@@ -140,11 +140,11 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
             digest = TensorDigest(move.target.dtype, move.target.global_shape)
             for region, part in _as_target(move, shard, box, shards.device):
                 digest = _added(digest, region, part)
-            found.source[place, box] = digest
+            digests.source[place, box] = digest
     for place, shard in shards.target.items():
         name, layout = plan.moves[place].target_name, plan.moves[place].target
         for box in boxes_of(layout, shards.device):
-            if (name, box) in found.target:
+            if (name, box) in digests.target:
                 continue
             zero = TensorDigest(layout.dtype, layout.global_shape)
             strides = tuple(shard.stride())
@@ -152,10 +152,10 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
             region = shard.as_strided(shape, steps, shard.storage_offset() + at)
             digest = _added(zero, region, box)
             if name in cast and bool(region.isnan().any()):
-                found.raw[name, box] = digest
+                digests.raw[name, box] = digest
                 digest = _added(zero, _equal_nans(region), box)
-            found.target[name, box] = digest
-    return found
+            digests.target[name, box] = digest
+    return digests
 
 
 def _as_target(

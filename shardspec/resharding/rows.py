@@ -86,11 +86,11 @@ def transfer_rows(
     tables = [np.empty(0, ROW)]
     for stage, copy in _copies(plan, device, end):
         move = plan.moves[copy.places[0]]
-        for (ours, theirs), alike in places.of(copy, stage):
+        for (ours, theirs), indices in places.of(copy, stage):
             parts = _strided(ours, theirs, item_bytes(move.target.dtype))
-            table = np.repeat(parts[None], len(alike), 0)
+            table = np.repeat(parts[None], len(indices), 0)
             table["stage"], table["sender"], table["receiver"] = stage, copy.sender, copy.receiver
-            table["tensor"] = np.asarray(alike)[:, None]
+            table["tensor"] = np.asarray(indices)[:, None]
             tables.append(table.ravel())
     return np.concatenate(tables)
 
@@ -114,7 +114,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
 
 def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Copy]]:
     """Yield (stage, copy): copies inside the device, then by stage, sender and receiver."""
-    yield from ((0, copy) for copy in plan.kept if copy.receiver == device)
+    yield from ((0, copy) for copy in plan.own_copies if copy.receiver == device)
     for number, stage in enumerate(plan.stages):
         for (sender, receiver), copies in sorted(stage.streams(device).items()):
             if end == "both" or device == {"sender": sender, "receiver": receiver}[end]:
@@ -148,13 +148,13 @@ class _Places:
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
-            yield self._ends(move, copy.box, sides), copy.places
+            yield self._parts(move, copy.box, sides), copy.places
             return
-        ends = {place: self._ends(self._moves[place], copy.box, sides) for place in copy.places}
-        for both, alike in groupby(copy.places, key=ends.__getitem__):
-            yield both, list(alike)
+        parts = {n: self._parts(self._moves[n], copy.box, sides) for n in copy.places}
+        for both, indices in groupby(copy.places, key=parts.__getitem__):
+            yield both, list(indices)
 
-    def _ends(
+    def _parts(
         self, move: TensorMove, box: Box, sides: tuple[tuple[str, int], tuple[str, int]]
     ) -> tuple[_Part, _Part]:
         ours, theirs = (self._part(move, box, side, owner) for side, owner in sides)
@@ -164,11 +164,11 @@ class _Places:
         layout = move.source if side == "source" else move.target
         if isinstance(layout, StoredLayout):
             return self._in_file(move, box, owner)
-        given = self._declared[side].get(_name(move, side))
+        strides = self._declared[side].get(_name(move, side))
         steps = (
             row_major_steps(layout, owner)
-            if given is None
-            else _checked(given, f"{side} {_name(move, side)!r}", layout, owner)
+            if strides is None
+            else _checked(strides, f"{side} {_name(move, side)!r}", layout, owner)
         )
         return _Part(*region_of(layout, move.view, box, steps, owner, of_source=side == "source"))
 
@@ -205,9 +205,9 @@ def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def _checked(given: Strides, label: str, layout: Layout, device: int) -> tuple[int, ...]:
+def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple[int, ...]:
     """Return declared strides, if elements of the shard do not overlap under them."""
-    declared = given.get(device) if isinstance(given, Mapping) else given
+    declared = strides.get(device) if isinstance(strides, Mapping) else strides
     if declared is None:
         raise LayoutError(
             f"the strides of {label} are not declared for device {device}; declare them for every "

@@ -143,7 +143,7 @@ class StateCopies:
     """Ids that number files of a checkpoint."""
     cluster: Cluster
     """Links between the devices, and the devices that share a host."""
-    kept: Sequence[Copy]
+    own_copies: Sequence[Copy]
     """Copies of each device from itself."""
     stages: "tuple[PlanStage, ...]"
     """Copies between devices. Each byte enters a host once if that takes less time."""
@@ -189,10 +189,10 @@ def state_copies(
     examples = [moves[places[0]] for places in kinds.values()]
     cluster, files = cluster_of_moves(examples, links), files_of(examples)
     devices = tuple(sorted(files.union(*(mesh.ids for mesh in meshes_of(examples)))))
-    kept: list[Copy] = []
+    own_copies: list[Copy] = []
     lacking: list[Copy] = []
     for copy in _needed(moves, kinds):
-        (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
+        (own_copies if copy.holders == (copy.receiver,) else lacking).append(copy)
     stages: tuple[PlanStage, ...] = (PlanStage(lacking),)
     if _count_hosts(devices, files, cluster) > 1:
         # Later stages read the target.
@@ -208,7 +208,7 @@ def state_copies(
             f"{counted(most, 'peer')} at once; give at least {2 * most * _LEAST_BUCKET}"
         )
     named = moves, values, padded, dropped, digest
-    return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
+    return StateCopies(*named, devices, files, cluster, own_copies, stages, traffic, bucket)
 
 
 def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
@@ -240,10 +240,10 @@ def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]
 
 def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> None:
     """Log the time and memory of planning if there are many copies."""
-    wanted = [box for box, receivers in want.items() for _ in receivers]
-    if len(have) * len(wanted) <= _MANY_COPIES:
+    receiving = [box for box, receivers in want.items() for _ in receivers]
+    if len(have) * len(receiving) <= _MANY_COPIES:
         return
-    count = count_pieces(dict(enumerate(have)), dict(enumerate(wanted)))
+    count = count_pieces(dict(enumerate(have)), dict(enumerate(receiving)))
     if count > _MANY_COPIES:
         took = seconds_text(count * _COPY_SECONDS), bytes_text(count * _COPY_BYTES)
         LOGGER.warning(
@@ -288,13 +288,13 @@ def _divided(
 ) -> dict[tuple[int, Box], Sequence[int]]:
     """Return the indices of the tensors whose box a holder sends, by (holder, box)."""
     size = copy.num_bytes // len(copy.places)
-    given = senders.stretches(holders, start, copy.num_bytes)
-    if len(given) == 1:
-        return {(given[0][0], copy.box): copy.places}
+    stretches = senders.stretches(holders, start, copy.num_bytes)
+    if len(stretches) == 1:
+        return {(stretches[0][0], copy.box): copy.places}
     # Tensors inside one stretch are not cut; only those at its end are.
     shares: dict[tuple[int, Box], list[int]] = {}
     begin = cut = 0
-    for holder, count in given:
+    for holder, count in stretches:
         first, last, rest = -(-begin // size), *divmod(begin + count, size)
         if last > first:
             shares.setdefault((holder, copy.box), []).extend(copy.places[first:last])
@@ -445,7 +445,7 @@ def _merged(
         key = copy.holders, tuple(item.receivers.values()), copy.item_bytes, width_of(place)
         totals[key] += copy.num_bytes // copy.item_bytes
         example.setdefault(key, item)
-    return [Copy(((0, size),), *ends) for ends, size in inside.items()], [
+    return [Copy(((0, size),), *endpoints) for endpoints, size in inside.items()], [
         item._replace(copy=item.copy._replace(box=((0, totals[key]),), places=item.copy.places[:1]))
         for key, item in example.items()
     ]
@@ -515,13 +515,13 @@ def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
 
 
 def _shared(
-    items: Sequence[tuple[Copy, Holders]], given: Iterable[tuple[Holders, int]] = ()
+    items: Sequence[tuple[Copy, Holders]], loads: Iterable[tuple[Holders, int]] = ()
 ) -> Iterator[list[tuple[Copy, int]]]:
     """Yield the parts of each copy, each with the host or device that gets it, in even shares.
 
-    `given` are loads that these hosts or devices have already.
+    `loads` are bytes that these hosts or devices have already.
     """
-    fixed = list(given)
+    fixed = list(loads)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
     for (copy, numbers), start in zip(items, senders.starts[len(fixed) :], strict=True):
         if len(numbers) == 1:

@@ -209,8 +209,8 @@ def same_shards(ours: Layout, theirs: Layout) -> bool:
     """
     if ours == theirs:
         return True
-    alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
-    if not alike or ours.spec.partials or theirs.spec.partials:
+    same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
+    if not same_tensor or ours.spec.partials or theirs.spec.partials:
         return False
     ids = set(ours.mesh.ids)
     return ids == set(theirs.mesh.ids) and all(

@@ -122,14 +122,14 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
     """
     dropped: dict[str, Shape] = {}
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        alike = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
-        if not alike:
+        matching = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
+        if not matching:
             first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "nothing: it is empty"
             raise LayoutError(
                 f"nothing matches the pattern {shown(pattern)} of what is dropped; the names "
                 f"start with {first}"
             )
-        dropped |= alike
+        dropped |= matching
     return dropped
 
 
@@ -224,11 +224,11 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
     if len(shape) > _MAX_DIMS:
         raise LayoutError(f"a tensor has {len(shape)} dims; maps take at most {_MAX_DIMS}")
     intervals = [[_intervals(factors) for factors in side.dims] for side in sides]
-    ends = [
+    edges = [
         _distinct(np.concatenate([[0, size], *(np.ravel(side[dim]) for side in intervals)]))
         for dim, size in enumerate(shape)
     ]
-    cells = [len(each) - 1 for each in ends]
+    cells = [len(each) - 1 for each in edges]
     if prod(cells) > _MAX_CELLS:
         raise LayoutError(
             f"{len(sides):,} equations cut a tensor of {list(shape)} too finely to be checked; cut "
@@ -237,15 +237,15 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
     counts = np.zeros(cells, np.uint32)
     for side in intervals:
         inside = []
-        for at, (starts, stops) in zip(ends, side, strict=True):
+        for at, (starts, stops) in zip(edges, side, strict=True):
             last = np.searchsorted(starts, at[:-1], "right")
             inside.append(at[:-1] < np.concatenate([[0], stops])[last])
         counts[np.ix_(*inside)] += 1
 
     def first(wrong: npt.NDArray[np.bool_]) -> Index | None:
         cell = np.unravel_index(int(wrong.argmax()), wrong.shape) if shape else ()
-        found = tuple(int(at[place]) for at, place in zip(ends, cell, strict=True))
-        return found if wrong[cell] else None
+        index = tuple(int(at[place]) for at, place in zip(edges, cell, strict=True))
+        return index if wrong[cell] else None
 
     return Faults(first(counts > 1), first(counts == 0))
 
@@ -311,17 +311,17 @@ def _missing(
         for binding in rule.bindings:
             for name, number in binding.items():
                 counts[name] = max(counts.get(name, 1), number + 1)
-    given = {name: as_numbers[f"{{{name}}}"] for name in counts if f"{{{name}}}" in as_numbers}
+    declared = {name: as_numbers[f"{{{name}}}"] for name in counts if f"{{{name}}}" in as_numbers}
     for rule in rules:
         for binding in rule.bindings:
-            for name in given.keys() & binding.keys():
-                if binding[name] >= given[name]:
+            for name in declared.keys() & binding.keys():
+                if binding[name] >= declared[name]:
                     yield (
                         f"the source has {_named(rule.side, binding)}, but {{{name}}} ends at "
-                        f"{given[name] - 1}, as {_origin(name, sizes)} is {given[name]}"
+                        f"{declared[name] - 1}, as {_origin(name, sizes)} is {declared[name]}"
                     )
                     return
-    counts |= given
+    counts |= declared
     ranges: dict[str, Collection[int]] = {name: range(count) for name, count in counts.items()}
     ranges |= numbers or {}
     for rule in rules:

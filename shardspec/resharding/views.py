@@ -224,8 +224,8 @@ def factors_of(
                 f"the factors {names} come to a multiple of {product}, but the dim is {size} long"
             )
             raise SpecSyntaxError(problem, text, 0)
-        whole = {name: sizes.get(name, rest) for name in factors}
-        by_name |= {name: Factor(-1, length, 0, length) for name, length in whole.items()}
+        full_sizes = {name: sizes.get(name, rest) for name in factors}
+        by_name |= {name: Factor(-1, length, 0, length) for name, length in full_sizes.items()}
     every = {**sizes, **{name: factor.size for name, factor in by_name.items()}}
     for slice_text in slices:
         match = _SLICE.fullmatch(slice_text)
@@ -275,17 +275,17 @@ def views_of(
             f"has {unpaired_target or 'nothing'} that the source lacks"
         )
         raise SpecSyntaxError(problem, source[0], 0)
-    ends = shared + unpaired, shared + unpaired_target
-    for a, b in zip(*ends, strict=True):
+    keys = shared + unpaired, shared + unpaired_target
+    for a, b in zip(*keys, strict=True):
         if ours[a].length != theirs[b].length:
             problem = (
                 f"{a!r} is {ours[a].length} long in the source, {b!r} {theirs[b].length} in the "
                 "target"
             )
             raise SpecSyntaxError(problem, source[0], 0)
-    shape = [ours[name].length for name in ends[0]]
+    shape = [ours[name].length for name in keys[0]]
     sides = []
-    for dims, factors, paired in zip((source_dims, target_dims), (ours, theirs), ends, strict=True):
+    for dims, factors, paired in zip((source_dims, target_dims), (ours, theirs), keys, strict=True):
         axes = {name: axis for axis, name in enumerate(paired)}
         for name in factors:
             if name not in axes:  # one long: it has an axis of its own

@@ -103,17 +103,17 @@ def test_another_size_than_the_info_says(tmp_path):
     [
         (
             np.zeros(12, np.int32),
-            "holds tensor 'w' as int32 of shape [12], but sharding_info.json says int32 of shape "
+            "has tensor 'w' as int32 of shape [12], but sharding_info.json says int32 of shape "
             "[4, 3]; the",
         ),
         (
             np.zeros((3, 4), np.int32),
-            "holds tensor 'w' as int32 of shape [3, 4], but sharding_info.json says int32 of shape "
+            "has tensor 'w' as int32 of shape [3, 4], but sharding_info.json says int32 of shape "
             "[4, 3]; the",
         ),
         (
             np.zeros((4, 3), np.float32),
-            "holds tensor 'w' as float32 of shape [4, 3], but sharding_info.json says int32 of "
+            "has tensor 'w' as float32 of shape [4, 3], but sharding_info.json says int32 of "
             "shape [4, 3]; the",
         ),
     ],
@@ -130,12 +130,12 @@ def test_a_tensor_that_the_info_does_not_list_and_one_that_the_file_lacks(tmp_pa
     made = handmade(sample())
     made.shards["rank4.safetensors"]["x"] = np.zeros(3, np.int32)
     message = refused(made.write(tmp_path / "more"))
-    assert "rank4.safetensors: holds tensor 'x' as int32 of shape [3], but sharding_info" in message
+    assert "rank4.safetensors: has tensor 'x' as int32 of shape [3], but sharding_info" in message
     assert "sharding_info.json says nothing; the file was changed, restore it" in message
     made = handmade(sample())
     del made.shards["rank2.safetensors"]["b"]
     message = refused(made.write(tmp_path / "less"))
-    assert "rank2.safetensors: holds tensor 'b' as nothing, but sharding_info.json says" in message
+    assert "rank2.safetensors: has tensor 'b' as nothing, but sharding_info.json says" in message
 
 
 def test_swapped_files_and_files_of_another_save(tmp_path):
@@ -157,26 +157,26 @@ def test_a_box_that_no_file_holds(tmp_path):
     del made.shards["rank1.safetensors"]["b"]
     message = refused(made.write(tmp_path / "ckpt"))
     assert message.startswith(
-        f"{tmp_path}/ckpt: tensor 'b': no file holds its box [3:6] (rank 1,4); restore"
+        f"{tmp_path}/ckpt: tensor 'b': no file contains its box [3:6] (rank 1,4); restore"
     )
     made = handmade({"p": ("[S0|P1]", {(i,): np.zeros(4, np.int32) for i in range(3)})})
     del made.file(4)["boxes"]["p"]
     del made.shards["rank4.safetensors"]["p"]
     message = refused(made.write(tmp_path / "pending"))
-    assert "no file holds its box [2:4] of addend [1] (rank 4); restore" in message
+    assert "no file contains its box [2:4] of addend [1] (rank 4); restore" in message
 
 
 def test_a_box_that_the_layout_does_not_give(tmp_path):
     made = handmade(sample())
     made.file(4)["boxes"]["w"]["box"] = [[4, 8], [4, 7]]
     assert (
-        "tensor 'w': rank 4 is stated to hold box [4:8, 4:7], but under spec [S0,S1] it holds "
+        "tensor 'w': rank 4 is listed with box [4:8, 4:7], but under spec [S0,S1] it has "
         "[4:8, 3:6]; the info contradicts itself"
     ) in refused(made.write(tmp_path / "ckpt"))
     made = handmade({"p": ("[S0|P1]", {(i,): np.zeros(4, np.int32) for i in range(3)})})
     made.file(4)["boxes"]["p"]["addend"] = [2]
     message = refused(made.write(tmp_path / "pending"))
-    assert "box [2:4] of addend [2], but under spec [S0|P1] it holds [2:4] of addend [1]" in message
+    assert "box [2:4] of addend [2], but under spec [S0|P1] it has [2:4] of addend [1]" in message
 
 
 def test_two_ranks_that_claim_different_data_for_one_box(tmp_path):
@@ -332,14 +332,14 @@ def drop(*keys):
             drop("files", 1, "boxes", "w", "box"),
             "files[1].boxes['w'] should have a box of [low, high] pairs",
         ),
-        (put("files", 1, "boxes", "w", "box", [[0, 4]]), "is stated to hold box [0:4], but under"),
+        (put("files", 1, "boxes", "w", "box", [[0, 4]]), "is listed with box [0:4], but under"),
         (
             put("files", 1, "boxes", "w", "box", [[0, 9], [3, 6]]),
-            "is stated to hold box [0:9, 3:6]",
+            "is listed with box [0:9, 3:6]",
         ),
         (
             put("files", 1, "boxes", "w", "box", [[4, 4], [3, 6]]),
-            "is stated to hold box [4:4, 3:6]",
+            "is listed with box [4:4, 3:6]",
         ),
         (put("files", 1, "boxes", "w", "box", [[0, 4, 5], [3, 6]]), "[low, high] pairs, an addend"),
         (put("files", 1, "boxes", "w", "box", {}), "[low, high] pairs, an addend"),
@@ -358,7 +358,7 @@ def drop(*keys):
         ),
         (put("file_metadata", {"a": 1}), "file_metadata['a'] should be a string but is 1"),
         (put("values", {"w": 1}), "'w' is both a tensor and a value"),
-        (put("paths", {"x": ["x"]}), "paths['x'] is of nothing that the info lists"),
+        (put("paths", {"x": ["x"]}), "paths['x'] is neither a tensor nor a value"),
         (put("files", 1, "boxes", "w", "addend", [0]), "box [0:4, 3:6] of addend [0], but under"),
     ],
 )
@@ -388,11 +388,11 @@ def test_an_info_that_breaks_a_rule(tmp_path, change, problem):
         ),
         (b"\xff{}", "is not UTF-8 (byte 0 is 0xff)"),
         (b'{"format": "shardspec", "format": "x"}', "has the key 'format' twice"),
-        (b'{"version": NaN}', "holds NaN, which is not JSON"),
+        (b'{"version": NaN}', "contains NaN, which is not JSON"),
         (b"[" * 100_000, "nests too deep"),
-        (b'{"version": ' + b"1" * 5000 + b"}", "holds a number of thousands of digits"),
+        (b'{"version": ' + b"1" * 5000 + b"}", "contains a number of thousands of digits"),
         (b"[]", "the sharding info should be an object but is []"),
-        (b'{"\\ud800": 1}', "holds text with lone surrogates"),
+        (b'{"\\ud800": 1}', "contains text with lone surrogates"),
     ],
 )
 def test_an_info_that_is_no_json(tmp_path, text, problem):

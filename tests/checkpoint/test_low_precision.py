@@ -301,7 +301,7 @@ BAD: dict[str, tuple[dict[str, torch.Tensor], Any, str]] = {
     "no config": (
         {"a.weight_scale_inv": torch.rand(2, 2)},
         None,
-        "no config that lies beside it states the block",
+        "no config beside it gives the block",
     ),
     "no block size": (
         {"a.weight_scale_inv": torch.rand(2, 2)},
@@ -311,7 +311,7 @@ BAD: dict[str, tuple[dict[str, torch.Tensor], Any, str]] = {
     "a block of text": (
         {"a.weight_scale_inv": torch.rand(2, 2)},
         {"quant_method": "fp8", "weight_block_size": "128x128"},
-        "no config that lies beside it states the block",
+        "no config beside it gives the block",
     ),
     "no scales": ({}, FP8, "its scales 'a.weight_scale_inv' are missing"),
     "a scale too few": (

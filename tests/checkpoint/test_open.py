@@ -141,7 +141,7 @@ def test_files_that_are_none(tmp_path):
     )
     # By its name this one should be: it is told what is wrong with it.
     (tmp_path / "m.safetensors").write_text('{"hidden_size": 64}')
-    assert "has 19 bytes and states a header of" in refused(tmp_path / "m.safetensors")
+    assert "has 19 bytes and a header of" in refused(tmp_path / "m.safetensors")
 
 
 def test_of_several_each_is_told_what_it_lacks(ckpt, tmp_path):

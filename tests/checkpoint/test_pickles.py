@@ -263,7 +263,7 @@ MISUSED = {
     "a list in a key": (b"}]\x85K\1s", NOT_WRITTEN),
     "a wide tuple as a key": (b"}(" + b"K\1" * 70 + b"tK\1s", TOO_MUCH),
     "a huge number": (b"\x8b" + struct.pack("<I", 1000) + b"\1" * 1000, TOO_MUCH),
-    "text that is not UTF-8": (b"X\1\0\0\0\xff", "holds text that is not UTF-8"),
+    "text that is not UTF-8": (b"X\1\0\0\0\xff", "contains text that is not UTF-8"),
     "text past the end": (b"X\xff\xff\xff\xff", NOT_WRITTEN),
     "text of 2**64 bytes": (b"\x8d" + b"\xff" * 8, NOT_WRITTEN),
     "bytes past the end": (b"B\xff\xff\xff\xff", NOT_WRITTEN),

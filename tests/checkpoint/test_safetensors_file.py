@@ -36,14 +36,14 @@ def entry(**changes):
     return GOOD | {"b": GOOD["b"] | changes}
 
 
-TOO_LONG = "has 21 bytes and states a header of 100000001"
+TOO_LONG = "has 21 bytes and a header of 100000001"
 BAD = [
     (b"{}", {"length": 100_000_001}, TOO_LONG),
-    (b"{}", {"length": 1 << 63}, "has 21 bytes and states a header of 9223372036854775808"),
+    (b"{}", {"length": 1 << 63}, "has 21 bytes and a header of 9223372036854775808"),
     (
         b"{}",
         {"length": 50},
-        "has 21 bytes and states a header of 50, but at most 13 fit",
+        "has 21 bytes and a header of 50, but at most 13 fit",
     ),
     (b"", {"data": b""}, "the header does not start with '{'"),
     (b"{", {}, "is not JSON"),
@@ -183,6 +183,6 @@ def test_too_short_for_any_header(tmp_path):
     path.write_bytes(b"1234567")
     with pytest.raises(
         CheckpointError,
-        match=r"has 7 bytes and states a header of .*, but at most 0 fit; it is not a",
+        match=r"has 7 bytes and a header of .*, but at most 0 fit; it is not a",
     ):
         read(path)

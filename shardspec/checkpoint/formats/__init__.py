@@ -57,7 +57,7 @@ class OpenOptions(NamedTuple):
     ranks: int | None = None
     """Number of ranks that wrote the checkpoint."""
     source_rules: Mapping[str, object] | PurePath | str | None = None
-    """Name pattern to the spec by which they sharded tensors, or a TOML file of these."""
+    """Name pattern -> spec that sharded these tensors, or a TOML file of these."""
 
 
 class FileStart(NamedTuple):
@@ -85,7 +85,7 @@ class Wanted(NamedTuple):
     carried: Carried
     """Entries that are not tensors."""
     mesh: DeviceMesh
-    """The devices to shard for; one device where tensors are written whole."""
+    """Devices to shard for; one device for whole tensors."""
     layouts: Mapping[str, Layout]
     """Layout of each tensor by its name in the output, without pending reductions."""
     save: str
@@ -105,7 +105,7 @@ class Newest(NamedTuple):
     note: str
     """Note for the user about how it was found."""
     of_run: bool = False
-    """True if it has the format of the run when its own file names show none."""
+    """True to read it in the format of the run if its own file names match no format."""
 
 
 def never(_: object) -> bool:
@@ -268,22 +268,38 @@ def _called(point: "EntryPoint") -> str:
 
 
 def format_of(names: Sequence[str]) -> Format | None:
-    """Return the format of a directory with these names."""
+    """Return the format that recognizes these names in a directory; None if no format does.
+
+    >>> format_of(["config.json", "model.safetensors"]).name
+    'huggingface'
+    """
     return next((format for format in formats(names) if format.recognizes(names)), None)
 
 
 def format_called(title: str) -> Format | None:
-    """Return the format with a title, as catalogs have it."""
+    """Return the format with the title of a catalog; None if there is none.
+
+    >>> format_called("Megatron-LM").name
+    'megatron'
+    """
     return next((format for format in formats() if format.called == title), None)
 
 
 def written_names(way: Way) -> list[str]:
-    """Return the names of the formats that can write this kind of output."""
+    """Return the names of the formats that can write this kind of output.
+
+    >>> written_names("sharded")[:2]
+    ['shardspec', 'dcp']
+    """
     return [format.name for format in formats() if way in format.writes]
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it cannot write this kind."""
+    """Return a format by its name; raises `CheckpointError` if it cannot write this kind.
+
+    >>> written_format("dcp", "sharded").title
+    'torch distributed checkpoint'
+    """
     format = next((format for format in formats() if format.name == name), None)
     if format is not None and way in format.writes:
         return format
@@ -299,6 +315,9 @@ def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Fo
     """Return the default format of an output.
 
     For a file it is the format with the extension `suffix`, if there is one.
+
+    >>> default_format("merged", ".pt").name, default_format("sharded").name
+    ('torch', 'shardspec')
     """
     if way == "sharded":
         return _module(DEFAULTS["shards"])
@@ -338,7 +357,7 @@ def merged_format(
     return chosen
 
 
-# --- directories of runs, which hold several checkpoints
+# --- directories of runs, with several checkpoints
 
 
 def named_by(

@@ -35,7 +35,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
 CutRules: TypeAlias = Mapping[str, object] | PurePath | str | None
-"""Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
+"""Rules of a caller: None, pattern -> spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
 _MOST_PARTS: Final = 1023
@@ -61,7 +61,11 @@ def read_toml(path: PurePath) -> dict[str, object]:
 
 
 def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
-    """Parse rules into specs, with parts as proportions."""
+    """Parse rules into specs, with parts as proportions.
+
+    >>> str(cut_rules({"*.fc1.weight": {"spec": "[S(tp),R]", "parts": 2}})["*.fc1.weight"].spec)
+    '[S(tp){1,1},R]'
+    """
     stated_by = "rules"
     if isinstance(rules, PurePath | str):
         rules, stated_by = read_toml(PurePath(rules)), str(rules)
@@ -118,13 +122,13 @@ class SourceRules(NamedTuple):
                 return spec
             if self.old_qkv and _FUSED_QKV.fullmatch(name):
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
-                    "their q above k above v; give it a rule with 3 parts: "
+                    f"{path}: tensor {name!r} is of checkpoint version 0, where each rank "
+                    "stores q, then k, then v; give it a rule with 3 parts: "
                     f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
                 )
         raise CheckpointError(
             f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same, in ',
+            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all have the same, in ',
             Argument("source_rules"),
         )
 
@@ -182,14 +186,14 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple
         if missing is not None:
             raise CheckpointError(
                 f"{chunk.states[0].path}: has no {what} {before}{missing}{after}, but "
-                f"{before}{max(counted)}{after}; each file counts its {what}s from 0, so that this "
-                "one was changed, restore it"
+                f"{before}{max(counted)}{after}; each file counts its {what}s from 0; this one was "
+                "changed, restore it"
             )
     return {key: len(counted) for key, counted in numbers.items()}
 
 
 def _count_experts(chunk: ModelChunk) -> int:
-    """Return the number of experts per layer of a chunk; 0 if they keep their numbers."""
+    """Return the number of experts per layer of a chunk; 0 if their numbers are global."""
     path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
         return 0
@@ -197,14 +201,14 @@ def _count_experts(chunk: ModelChunk) -> int:
         if ".experts." in name and not _EXPERT.match(name):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
-                "kernels keep them; with expert parallel ranks, save as torch_dist "
+                "kernels store them; with expert parallel ranks, save as torch_dist "
                 "(megatron.core.dist_checkpointing)"
             )
     counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all have "
-            "as many; restore the file"
+            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all "
+            "have the same number; restore it"
         )
     return max(counts, default=0)
 

@@ -1,7 +1,7 @@
 """Reads and writes directories of `torch.distributed.checkpoint` (DCP).
 
 The file ``.metadata``, a pickle, lists the chunks of every tensor and the ``*.distcp`` file of
-each. A chunk is a small zip, in which the tensor's bytes are read in place. Files do not name their
+each. A chunk is a small zip with the bytes of the tensor. Files do not name their
 rank, and the metadata has no digests. A swapped file is detected by the lengths, shapes and dtypes
 of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
 
@@ -55,11 +55,11 @@ from shardspec.resharding.state import KeyPath
 
 _OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
-"""The metadata of one rank, written with use_collectives=False."""
+"""Metadata of one rank, written with use_collectives=False."""
 _OBJECT_OF_MEGATRON: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
-"""The end of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
+"""End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
 _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
-"""Non-weight files of Megatron-core, which writes both."""
+"""Non-weight files of Megatron-core; it writes both."""
 _LIGHTNING: Final = "meta.pt"
 _MAX_METADATA_BYTES: Final = 1 << 20
 """Bytes read of Megatron-core's ``metadata.json``."""
@@ -143,7 +143,7 @@ class _Inside(NamedTuple):
     values: Mapping[str, object]
     paths: Mapping[str, KeyPath]
     of_entry: Mapping[str, Sequence[catalog.StoredTensor]]
-    """The tensors in each entry."""
+    """Tensors in each entry."""
 
 
 def _look_inside(
@@ -235,7 +235,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                     repeated |= twice
                 case Record(name="BytesStorageMetadata") if is_text(name):
                     if (name, None) not in places:
-                        raise ValueError("no file holds this entry")
+                        raise ValueError("no file contains this entry")
                     others[name] = places[name, None]
                 case _:
                     raise ValueError("an entry needs a name and a kind")
@@ -255,7 +255,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                 "it with Megatron's own tools to fully_reshardable"
             )
     for file in files:
-        # Of replicas, which older versions could keep, only one place is listed.
+        # Older versions could store replicas too; only one place is listed.
         _check_file(file, by_file[file], exact=not repeated)
     unread = {name: _unread(tensor) for name, tensor in tensors.items() if not _is_read(tensor)}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unread}

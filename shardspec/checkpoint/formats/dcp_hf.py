@@ -35,7 +35,7 @@ from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
 _Shards: TypeAlias = dict[tuple[int, int], StoragePath]
-"""Files by the number of the rank, from 1, and that of the merged file."""
+"""(Number of the rank, from 1, number of the merged file) -> file."""
 
 
 _SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -61,7 +61,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     tensors = _read(shards)
     if len(shards) < len(names):
         raise CheckpointError(
-            f"{directory}: holds shards and other safetensors files; name the file to read, or "
+            f"{directory}: contains shards and other safetensors files; name the file to read, or "
             "move the shards to another folder, called 'sharded' if the others are merged"
         )
     home, merged = directory.resolved(), None
@@ -131,7 +131,7 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
                 first = boxes.setdefault(name, {}).setdefault(box, stored)
                 if first is not stored:
                     raise CheckpointError(
-                        f"tensor {name!r}: {first.path} and {path} both hold its box "
+                        f"tensor {name!r}: {first.path} and {path} both have its box "
                         f"{box_text(box)}, which torch stores once; one is a copy, restore the "
                         "right file"
                     )
@@ -150,11 +150,11 @@ def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -
     if ranks is None:
         certain, stated = missing is None and count > 1, "no file says how many ranks there were"
     else:
-        certain, stated = count == ranks, f"{ranks} are stated to have written some"
+        certain, stated = count == ranks, f"{ranks} are expected"
     if not certain:
         lacks = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
-            f"{directory}: holds shards of {count} rank{'s' * (count > 1)}, but {stated}{lacks}; "
+            f"{directory}: has shards of {count} rank{'s' * (count > 1)}, but {stated}{lacks}; "
             "restore what is missing, or say how many ranks had something to write: ",
             Argument("ranks", count),
         )

@@ -55,7 +55,7 @@ OPTIMIZER_FILE: Final = re.compile(
 )
 MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OF_RANK: Final = re.compile(rf"(?!mp_){MODEL_FILE.pattern}")
-"""Name of a rank's file; a single file of model states may be of a run without ZeRO."""
+"""Name of a rank's file; a single file of model states may be from a run without ZeRO."""
 _STEP: Final = re.compile(r"global_step\d+")
 _SCRIPT: Final = "zero_to_fp32.py"
 _TRACKER: Final = "latest"
@@ -69,7 +69,7 @@ _PARALLEL: Final = re.compile(
     r"(?:layer_.*|.*expert_\d.*|.*mp_rank_\d*[1-9]\d*_(?:model|optim))_states\.pt"
 )
 _WEIGHT: Final = ""
-"""The kind of flat tensors that hold parameters; other kinds are states of the optimizer."""
+"""Kind of the flat tensors of parameters; other kinds are states of the optimizer."""
 
 
 class _FlatPiece(NamedTuple):
@@ -82,7 +82,7 @@ class _FlatPiece(NamedTuple):
 
 
 _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
-"""Consecutive flat tensors by group, or with stage 3 by rank."""
+"""Group, or with stage 3 rank -> consecutive flat tensors."""
 
 
 class _Parameter(NamedTuple):
@@ -103,7 +103,7 @@ class _Run(NamedTuple):
 
 
 _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
-"""The tensors of each kind and group, by rank."""
+"""(Kind, group) -> rank -> tensor."""
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
@@ -133,8 +133,8 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     for name in model.tensors:
         if name.startswith(_MODULE) and name.removeprefix(_MODULE) not in tensors:
             raise CheckpointError(
-                f"{model.path}: {name} is in no flat tensor, not frozen and not tied: nothing "
-                "holds its elements; save it again with DeepSpeed 0.8 or later"
+                f"{model.path}: {name} is in no flat tensor, not frozen and not tied: no file "
+                "has its elements; save it again with DeepSpeed 0.8 or later"
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
     extras = _extras_of(run.optimizers[0], model)
@@ -161,7 +161,7 @@ def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTe
     size = item_bytes(dtype)
     boxes = []
     for rank, pieces in chosen.items():
-        # The elements of the parameter from `first` on lie in this line.
+        # This line contains the elements of the parameter from `first` on.
         first, start = rank * len(parameter.span), parameter.span.start
         end = min(parameter.span.stop, start + prod(parameter.shape) - first)
         begin = bisect_right(pieces, start, key=lambda piece: piece.span.start) - 1
@@ -213,7 +213,7 @@ def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
 
 
 def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of a flattened dict."""
+    """Return the entries of a flattened dict, by their names in it."""
     start = f"{key}."
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
@@ -275,7 +275,7 @@ def _read_run(place: StoragePath) -> _Run:
 
 
 def _check_ranks(state: TorchState, key: str, stated: object, ranks: int) -> None:
-    """Raise CheckpointError if a file states another number of ranks than there are files."""
+    """Raise CheckpointError if a file records a number of ranks other than that of the files."""
     if stated != ranks:
         more = isinstance(stated, int) and stated > ranks
         raise CheckpointError(
@@ -387,7 +387,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
         if stage < 3 and kind != _WEIGHT and not parts:
-            continue  # the optimizer keeps nothing of a group that was never updated
+            continue  # a group that was never updated has no states
         first = flat.get((_WEIGHT, group), {}).get(0)
         total = needed[group] if stage < 3 and group < len(needed) else 0
         for rank, state in enumerate(run.optimizers):
@@ -416,7 +416,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
     """Compare the places of parameters with those that ranks of stages 1 and 2 record."""
-    # With round_robin_gradients these are from before DeepSpeed changed their order.
+    # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
         return
@@ -433,8 +433,8 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
                 own = isinstance(note, Record) and (note.get("start"), note.get("numel"))
                 if own != expected:
                     raise CheckpointError(
-                        f"{state.path}: says that its part of {name!r} lies elsewhere than that of "
-                        f"rank {rank} does; the file is of another rank or save, restore it"
+                        f"{state.path}: its part of {name!r} has another position than that of "
+                        f"rank {rank}; the file is of another rank or save, restore it"
                     )
 
 

@@ -31,7 +31,7 @@ from shardspec.checkpoint.storage.path import StoragePath
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_BYTES: Final = 5 * 10**9
-"""The default limit of bytes of tensors in a file, that of transformers."""
+"""Default limit of bytes of tensors per file, as in transformers."""
 _ADAPTER: Final = "adapter_model.safetensors"
 _OWN: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 

@@ -55,7 +55,7 @@ _DECODER: Final = re.compile(
 )
 
 _Files: TypeAlias = Mapping[tuple[int, int, int], TorchState]
-"""The files of ranks, by stage, expert parallel rank and tensor parallel rank, in this order."""
+"""(Stage, expert parallel rank, tensor parallel rank) -> file, in this order."""
 
 
 def _argument(state: TorchState, name: str) -> object:
@@ -71,7 +71,7 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def run_facts(source: Catalog) -> dict[str, int]:
-    """Return the iteration and the parallel sizes that a Megatron run recorded; else nothing."""
+    """Return iteration and parallel sizes that a Megatron run recorded; empty for other runs."""
     first = next(iter(source.files), source.directory)
     if first.name == METADATA_NAME:
         first = file_inside(first.parent, _COMMON, first.parent)
@@ -136,7 +136,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     if len(chunks) == 1:
         mesh = DeviceMesh(range(tensor_ranks), (tensor_ranks,), axis_names=("tp",))
     else:
-        # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
+        # A spec needs a mesh of all ranks, but only the ranks of one stage have the tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = [state.path for state in states]
     return Catalog(FORMAT.called, directory, tensors, paths, mesh, _others(states))
@@ -159,7 +159,7 @@ def _read(place: StoragePath) -> _Files:
                 )
     (count,) = counts
     paths = {}
-    # Up to the first that is missing: names may claim any number.
+    # Stops at the first missing file: a name may claim any number.
     ranges = (range(1 + max(numbers)) for numbers in zip(*folders, strict=True))
     for stage, expert, rank in product(*ranges):
         name = "_".join((f"mp_rank_{rank:02d}", *(f"{n:03d}" for n in (stage, expert)[:count])))
@@ -200,12 +200,12 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 def _check_one_save(
     place: StoragePath, states: Sequence[TorchState], expected: Mapping[str, int], ranks: int | None
 ) -> None:
-    """Check that all files of one save are there, by its arguments or the caller's `ranks`."""
+    """Check that all files of one save exist, by its arguments or the caller's `ranks`."""
     if ranks not in (None, len(states)):
         remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
-            f"{place}: holds the files of {len(states)} ranks, but {ranks} are stated to have "
-            f"written some; {remedy}correct the number"
+            f"{place}: contains the files of {len(states)} ranks, but {ranks} are expected; "
+            f"{remedy}correct the number"
         )
     first = states[0]
     for state in states:
@@ -221,7 +221,7 @@ def _check_one_save(
                 raise mismatch_error(state.path, key, value, first.path, first_value)
     if ranks is None and None in (_number(first, _RANKS), _number(first, _STAGES)):
         raise CheckpointError(
-            f"{first.path}: does not say how many ranks there were (it has no args), so that "
+            f"{first.path}: does not say how many ranks there were (it has no args), so "
             "files of later ranks may be missing; if there were none, confirm it with ",
             Argument("ranks", len(states)),
         )

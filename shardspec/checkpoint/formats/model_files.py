@@ -57,7 +57,7 @@ _NUMBERED: Final = re.compile(
     r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL
 )
 _ANY_NUMBER: Final = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
-"""A number in a file name, but none as in ``fp16``."""
+"""A number in a file name, but not that of ``fp16``."""
 _SUFFIX: Final = re.compile(r"\.(?:safetensors|bin)(?=[-_.]|\Z)(?:\.index)?")
 _WHOLE: Final = re.compile(
     r"(?:(?:pytorch_|diffusion_pytorch_|adapter_)?model|consolidated|optimizer)(?:\..*)?", re.DOTALL
@@ -82,7 +82,7 @@ class ModelFiles(NamedTuple):
     """The files of one model."""
 
     files: Mapping[StoragePath, Set[str]]
-    """File to the names that the index assigns to it; empty sets without an index."""
+    """File -> names that the index assigns to it; empty sets without an index."""
     index_path: StoragePath | None = None
     names: Set[str] = frozenset()
     """All names in the index."""
@@ -93,11 +93,11 @@ class ModelFiles(NamedTuple):
 
     @property
     def paths(self) -> tuple[StoragePath, ...]:
-        """The index, if there is one, and the files."""
+        """Index, if there is one, and files."""
         return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
     def wanted(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
-        """Return which of the tensors in a file are read from it.
+        """Return the names of the tensors to read from a file.
 
         Raises `CheckpointError` if it lacks a tensor that the index assigns to it, or has one that
         the index does not list.
@@ -106,7 +106,7 @@ class ModelFiles(NamedTuple):
             return stored
         listed = self.files[path]
         for name in sorted(listed - set(stored)) or sorted(set(stored) - self.names):
-            verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
+            verb, lists = ("lacks", "lists") if name in listed else ("has", "does not list")
             raise CheckpointError(
                 f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; "
                 "index and files are not of one save, restore them"
@@ -115,7 +115,7 @@ class ModelFiles(NamedTuple):
 
 
 def _place(name: str) -> _Place:
-    """Return what the name of a data file, or of an index, says."""
+    """Parse the name of a data file or of an index."""
     match = _NUMBERED.fullmatch(name)
     groups = match.groups() if match else (name.removesuffix(".json"), None, "0", "")
     stem, number, count, rest = groups
@@ -148,7 +148,7 @@ def find_bins(directory: StoragePath) -> ModelFiles:
     if indexes:
         return _by_only_index(directory, indexes, names)
     if BIN_NAME in names:
-        # Whatever else is there: trainers leave others beside it, and transformers reads this one.
+        # Trainers leave other files beside it; transformers reads this one.
         return _without_index(directory, [BIN_NAME])
     models = _models(names)
     if len(models) > 1:
@@ -159,7 +159,7 @@ def find_bins(directory: StoragePath) -> ModelFiles:
 def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
     """Return these files; raises `CheckpointError` if a number is missing."""
     if not names:
-        # There were some when the format was found.
+        # Files existed when the format was recognized.
         raise CheckpointError(
             f"{directory}: its files were removed while it was opened; run again when nobody "
             "writes it"
@@ -227,7 +227,7 @@ def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointE
     remedy = "name the one to read instead of the directory"
     if any(_place(name).total > 1 for name in names):
         remedy += ", or move numbered files that have no index into a folder of their own"
-    return CheckpointError(f"{directory}: holds several models, {some}; {remedy}")
+    return CheckpointError(f"{directory}: has several models, {some}; {remedy}")
 
 
 def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Set[str]) -> None:

@@ -1,6 +1,6 @@
 """Reads and writes shardspec's own format: `sharding_info.json`, and a safetensors file per rank.
 
-The info records the mesh, the spec of each tensor, and which file holds which boxes. See
+The info records the mesh, the spec of each tensor, and the boxes in each file. See
 ``docs/format.md``.
 """
 
@@ -42,7 +42,7 @@ from shardspec.resharding.state import KeyPath
 from shardspec.text import shown
 
 VERSION: Final = 1
-"""The version of the format that this code reads and writes."""
+"""Version of the format that this code reads and writes."""
 INFO_NAME: Final = "sharding_info.json"
 _FORMAT: Final = "shardspec"
 _SHARD: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
@@ -61,14 +61,14 @@ class ShardingInfo(NamedTuple):
     """Content of `sharding_info.json`: mesh, layout of each tensor, and boxes of each file."""
 
     save: str
-    """The id of this save, which is in the metadata of all its files."""
+    """Id of this save, in the metadata of all its files."""
     mesh: DeviceMesh
     tensors: Mapping[str, Layout]
     files: tuple[FileEntry, ...]
     values: Mapping[str, object] = MappingProxyType({})
     """Plain values of the state dict that was saved, by name."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
-    """Dotted name to the keys of a value in the nested state dict."""
+    """Dotted name -> keys in the nested state dict."""
     file_metadata: Mapping[str, str] = MappingProxyType({})
     """Metadata of the safetensors files that the checkpoint was converted from."""
 
@@ -155,7 +155,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
     for name, count in Counter(entry.name for entry in entries).most_common(1):
         if count > 1:
             raise CheckpointError(f"{path}: files repeats the file name {name!r}")
-    if isinstance(values := stated.get("values"), BoxEntry):  # values with the names of a box's
+    if isinstance(values := stated.get("values"), BoxEntry):  # values named like members of a box
         stated["values"] = json.loads(_dump(_boxes_json([values])))
     decoded: dict[str, dict[str, Any]] = {}
     for key, (_, decode) in _NAMED.items():
@@ -168,7 +168,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
     for name in decoded["values"].keys() & layouts.keys():
         raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
     for name in decoded["paths"].keys() - layouts.keys() - decoded["values"].keys():
-        raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
+        raise CheckpointError(f"{path}: paths[{name!r}] is neither a tensor nor a value")
     return ShardingInfo(save, mesh, layouts, entries, **decoded)
 
 
@@ -244,7 +244,7 @@ _NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object]
     "paths": (lambda path, _: state_dict.encode_path(path), state_dict.decode_path),
     "file_metadata": (lambda text, _: text, _text),
 }
-"""Members of the info that are omitted if empty: how their values are written and read."""
+"""Members of the info that are omitted if empty -> functions that encode and decode a value."""
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
@@ -289,13 +289,13 @@ def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
             if rank not in holders.get(part, ()):
                 own = " and ".join(map(_part_text, catalog.replica_keys(layout, rank))) or "nothing"
                 raise CheckpointError(
-                    f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is stated to hold box "
-                    f"{_part_text(part)}, but under spec {layout.spec} it holds {own}; the info "
+                    f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is listed with box "
+                    f"{_part_text(part)}, but under spec {layout.spec} it has {own}; the info "
                     "contradicts itself"
                 )
         for part in holders.keys() - {part for _, part in stored}:
             raise CheckpointError(
-                f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)} (rank "
+                f"{directory}: tensor {name!r}: no file contains its box {_part_text(part)} (rank "
                 f"{ids_text(holders[part])}); restore that file or save again"
             )
 
@@ -334,7 +334,7 @@ def _stored_boxes(
             for side in (stored, listed)
         )
         raise CheckpointError(
-            f"{path}: holds tensor {shown(name, 200)} as {has}, but {INFO_NAME} says {expected}; "
+            f"{path}: has tensor {shown(name, 200)} as {has}, but {INFO_NAME} says {expected}; "
             "the file was changed, restore it"
         )
     boxes = []
@@ -348,12 +348,20 @@ def _stored_boxes(
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
-    """Return the metadata of a rank's file, which identifies the save."""
+    """Return the metadata of a rank's file, which identifies the save.
+
+    >>> shard_metadata("0123456789abcdef", 3)
+    {'format': 'pt', 'shardspec.rank': '3', 'shardspec.save': '0123456789abcdef'}
+    """
     return {"format": "pt", "shardspec.rank": str(rank), safetensors.SAVE_KEY: save}
 
 
 def shard_name(rank: int, save: str) -> str:
-    """Return the name of the file of a rank."""
+    """Return the name of the file of a rank.
+
+    >>> shard_name(3, "0123456789abcdef")
+    'shard-00003-0123456789abcdef.safetensors'
+    """
     return f"shard-{rank:05d}-{save}.safetensors"
 
 
@@ -385,7 +393,7 @@ def sharded_target(
     values: Mapping[str, object] = MappingProxyType({}),
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> Target:
-    """Return the checkpoint that the ranks of a mesh would save.
+    """Return the output directory that the ranks of a mesh would save.
 
     `layouts`, by name in the output, have no pending reductions. `save` is the id of the save,
     `values` are plain, and `paths` the keys of tensors and values.
@@ -437,8 +445,8 @@ def _lay_out(source: Catalog, wanted: Wanted) -> Target:
     for name, layout in wanted.layouts.items():
         if layout.mesh != wanted.mesh:
             raise CheckpointError(
-                f"tensor {name!r} is on {layout.mesh}, and others on other meshes that no mesh of "
-                "all devices stands for; write them in the format 'dcp', which lists boxes"
+                f"tensor {name!r} is on {layout.mesh}, others are on other meshes, and no "
+                "common mesh exists; write them in the format 'dcp'"
             )
     return sharded_target(
         *(wanted.mesh, wanted.tensors, wanted.layouts, wanted.save),

@@ -56,7 +56,7 @@ _AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
-    """The rank in the name of a file, and the number of ranks, if it has that."""
+    """Name of a file, and the rank and number of ranks in it; None if it lacks the number."""
 
     name: str
     world: int | None
@@ -149,8 +149,8 @@ class RankState(NamedTuple):
     path: StoragePath
     rank: int  # in the name of the file
     tensors: Mapping[str, TorchTensor]  # one object for all files with equal descriptions
-    extras: Mapping[str, object]  # everything else, as plain values
-    paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
+    extras: Mapping[str, object]  # all other entries, as plain values
+    paths: Mapping[str, KeyPath]  # nested keys by name
     archive: TorchZip
 
 
@@ -223,7 +223,7 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
             except ShardSpecError as error:
                 raise CheckpointError(f"{group[0].path}: tensor {name!r}: {error}") from None
         layout = made[key]
-        # Tensors of a group that are sharded alike are checked once.
+        # Equally sharded tensors of a group are checked once.
         part = key, tensor.shape, id(group[0].tensors)
         if placed is not None and part not in checked:
             for state in group:
@@ -257,7 +257,7 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
     expected = layout.local_shape(state.rank)
     if expected != local:
         raise CheckpointError(
-            f"{state.path}: rank {state.rank} holds a part of shape {list(local)} of tensor "
+            f"{state.path}: rank {state.rank} has a part of shape {list(local)} of tensor "
             f"{name!r}, but of {layout} it has {list(expected)}; the file contradicts itself"
         )
 
@@ -356,7 +356,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         )
 
     def copies_agree(self, name: str) -> bool:
-        """Return whether the CRC-32 of equal parts in all files are equal."""
+        """Return True if the CRC-32 of equal parts in all files are equal."""
         for tensor in (group[0].tensors[name] for group in self._groups):
             alone = row_major(tensor.shape, tensor.strides) and not tensor.is_part
             if not alone and 0 not in tensor.shape:

@@ -35,13 +35,13 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown
 
 METADATA: Final = {"format": "pt"}
-"""The metadata that transformers and other tools expect in a file."""
+"""Metadata that transformers and other tools expect in a file."""
 SAVE_KEY: Final = "shardspec.save"
 """Metadata key of the id of the save, in files of shardspec's own format."""
 MAX_DIMS: Final = 64
 """Maximum number of dims of a tensor in numpy and torch."""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit that the format sets."""
+"""Limit of the format."""
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = {"dtype": str, "shape": tuple, "data_offsets": tuple}
 _ORDER: Final = (
@@ -65,7 +65,7 @@ class HeaderEntry(NamedTuple):
 
     name: str
     dtype: str
-    """torch's name of the element type."""
+    """Name of the element type in torch."""
     shape: tuple[int, ...]
     """Shape in elements of torch; a header counts numbers, and an element of F4 has two."""
     offset: int
@@ -79,7 +79,7 @@ class Header(NamedTuple):
     entries: Sequence[HeaderEntry]
     metadata: Mapping[str, str]
     file_bytes: int
-    """Size of the whole file."""
+    """Size of the file."""
 
 
 def read_header(file: SourceFile) -> Header:
@@ -91,7 +91,7 @@ def read_header(file: SourceFile) -> Header:
     most = min(_MAX_HEADER_BYTES, file_bytes - 8)
     if length > most:
         raise CheckpointError(
-            f"{path}: has {file_bytes} bytes and states a header of {length}, but at most "
+            f"{path}: has {file_bytes} bytes and a header of {length}, but at most "
             f"{max(most, 0)} fit; it is not a safetensors file, or truncated"
         )
     if file.read(8, min(length, 1)) != b"{":
@@ -155,12 +155,15 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     """Return the bytes before the data of a file, as safetensors writes them, and the header.
 
     Raises CheckpointError for a name or shape that the format cannot express.
+
+    >>> encode_header([("w", "float32", (2,))], {})[0][8:]
+    b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}  '
     """
     slots = list(slots)
     for name, dtype, _ in slots:
         if to_safetensors(dtype) not in _ORDER:
             raise CheckpointError(
-                f"tensor {name!r} is {dtype}, which safetensors files cannot hold; "
+                f"tensor {name!r} is {dtype}, which safetensors files cannot contain; "
                 "write a .pt file or a DCP checkpoint, or cast it to complex64"
             )
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
@@ -188,7 +191,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
         text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(
-            f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
+            f"a tensor name contains {error.object[error.start]!r}, which UTF-8 cannot express; "
             "rename the tensor"
         ) from None
     text += b" " * (-len(text) % 8)
@@ -224,7 +227,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                     continue  # the index sends it to another file
                 if name in home:
                     raise CheckpointError(
-                        f"{place}: {home[name].name} and {path.name} both hold tensor {name!r}, "
+                        f"{place}: {home[name].name} and {path.name} both have tensor {name!r}, "
                         "and no index says which counts; name the file to read, or move the other "
                         "away"
                     )
@@ -248,14 +251,14 @@ def _whole_header(path: StoragePath) -> Header:
     for name, first in (offsets or {}).items():
         if any(first):
             raise CheckpointError(
-                f"{path}: holds a shard of tensor {name!r} from index {list(first)} on, but is not "
+                f"{path}: has a shard of tensor {name!r} from index {list(first)} on, but is not "
                 "named as one; rename it, as shard-00001-model-00001-of-00001.safetensors"
             )
     return header
 
 
 def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
-    """Return a header, and name to offsets in the global tensor; None if it records none.
+    """Return a header, and name -> offsets in the global tensor; None if it records none.
 
     Offsets are JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
@@ -272,8 +275,8 @@ def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] 
         )
     notes = checked(parse_json(text.encode(), path, _INFO), dict, path, _INFO)
     for name in sorted(notes.keys() ^ {entry.name for entry in header.entries}):
-        says = "speaks of" if name in notes else "says nothing of"
-        lacks = ", which the file does not hold" if name in notes else ""
+        says = "names" if name in notes else "lacks"
+        lacks = ", which the file lacks" if name in notes else ""
         raise CheckpointError(
             f"{path}: {_INFO} {says} tensor {name!r}{lacks}; the file was changed, restore it"
         )
@@ -338,7 +341,7 @@ def _reads_file(start: FileStart) -> bool:
 
 FORMAT: Final = Format(
     name="safetensors",
-    recognizes=never,  # files in a directory are Hugging Face's
+    recognizes=never,  # directories have the format huggingface
     open=_open,
     lay_out=_lay_out,
     writes=("merged",),

@@ -47,7 +47,7 @@ from shardspec.errors import CheckpointError
 from shardspec.resharding.state import KeyPath
 
 _OLD: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""Start of a file of torch.save that is not a zip: a number in a pickle."""
+"""First bytes of a file of torch.save that is not a zip: a number in a pickle."""
 _OWN: Final = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json")
 
 
@@ -99,13 +99,13 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             shape, whole = tensor.local.shape, tensor.local.global_shape
             if shape != whole:
                 raise CheckpointError(
-                    f"{path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
+                    f"{path}: has a part of shape {list(shape)} of tensor {name!r} of shape "
                     f"{list(whole)}; name the directory with the files of all ranks, such as "
                     "model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(
-                    f"{path}: holds tensor {name!r}, which another file of the same model does "
+                    f"{path}: has tensor {name!r}, which another file of the same model has "
                     "too; move the one that is of another save away"
                 )
             tensors[name] = whole_tensor(name, path, tensor)
@@ -129,7 +129,7 @@ def _part_by_content(state: TorchState) -> str | None:
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
         return TENSOR_PARALLEL
     if "ds_version" in state.extras and state.extras.get("num_experts"):
-        return EXPERTS  # they are in files of their own
+        return EXPERTS  # experts are in separate files
     # Meta shards this square matrix along its second dim.
     square = state.tensors.get("layers.0.attention.wo.weight")
     shape = (0, 0) if square is None else square.local.shape

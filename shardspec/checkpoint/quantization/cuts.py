@@ -111,8 +111,8 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
     scales = layouts.get(blocks.scales)
     if scales is not None and not _cut_alike(layout, scales, blocks.sides):
         raise LayoutError(
-            f"tensor {name!r}: spec {layout.spec} cuts it otherwise than {scales.spec} its scales "
-            f"{blocks.scales!r}; cut both alike, or replicate the scales"
+            f"tensor {name!r}: spec {layout.spec} cuts it unlike {scales.spec} of its scales "
+            f"{blocks.scales!r}; cut both in the same way, or replicate the scales"
         )
 
 
@@ -214,7 +214,7 @@ def check_plan(plan: ReshardPlan, dtype: object) -> None:
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
-    """Refuse a plan that casts quantized tensors; or all tensors, where some are quantized."""
+    """Refuse a plan that casts quantized tensors, by `dtype` or by the dtype of a target."""
     for move in plan.moves:
         after = move.target.dtype
         if dtype is not None or move.source.dtype != after:

@@ -57,13 +57,17 @@ def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
 
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
-    """Return the number of each code of 8 bits."""
+    """Return a table of the numbers of all 8-bit codes."""
     values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
     return values
 
 
 def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
-    """Return scales of microscaling formats, powers of two or NaN."""
+    """Return scales of microscaling formats, powers of two or NaN.
+
+    >>> powers_of_two(np.array([126, 127, 128], np.uint8)).tolist()
+    [0.5, 1.0, 2.0]
+    """
     return _values("float8_e8m0fnu").take(codes)
 
 

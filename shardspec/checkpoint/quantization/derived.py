@@ -68,7 +68,7 @@ class Source:
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
         self._spare = spare
-        """Memory that no thread uses at the moment; all tensors of a checkpoint share it."""
+        """Buffers that no thread uses at the moment; all tensors of a checkpoint share them."""
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
@@ -109,7 +109,7 @@ def as_matrices(tensor: StoredTensor) -> StoredTensor:
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
-    """Return the files of tensors, and the number of bytes in each."""
+    """Return file -> number of bytes of these tensors in it."""
     sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
@@ -132,7 +132,7 @@ class ComputedMatrices(ABC):
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """The files that it is computed from, and its bytes in each."""
+        """File that it is computed from -> bytes in it."""
         return self._reads
 
     @abstractmethod
@@ -274,11 +274,11 @@ class ComputedCatalog(DerivedCatalog):
         return super().tensor(name) if name in self._made else self.base.tensor(name)
 
     def outline(self, name: str) -> AnyOutline:
-        """Return what is known of a tensor without reading the files of its boxes."""
+        """Return shape, dtype, spec and boxes of a tensor, without reading its files."""
         return super().outline(name) if name in self._made else self.base.outline(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors at the same places."""
+        """Return a key that is equal for tensors at the same file positions."""
         return super().origin(name) if name in self._made else self.base.origin(name)
 
     def copies_agree(self, name: str) -> bool:

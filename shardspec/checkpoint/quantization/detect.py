@@ -36,7 +36,7 @@ _COMPANION: Final = re.compile(
     r"|(input|output|activation)_(global_)?scale(_ub)?|g_idx|weight_format|codebooks?|centroids"
     r"|tables2?|meta|nbits|suh|svh|SU|SV|q_(scale(_max)?|groups|group_map|perm|invperm))"
 )
-"""Names of tensors that give codes their meaning."""
+"""Names of scales, zero points and other tensors that belong to codes."""
 _ENOUGH: Final = re.compile(
     r"weight_.*|.*scale_inv|.*absmax\d?|.*quant_map|quant_state.*|qmap\d|SCB|qzeros"
 )
@@ -60,7 +60,7 @@ class Quantized(NamedTuple):
     """Quantized tensors of a checkpoint."""
 
     why: Mapping[str, str]
-    """Name of each quantized tensor to the evidence."""
+    """Quantized tensor -> evidence, such as ``'w_scale_inv' goes with it``."""
     blocks: Mapping[str, Blocks]
     """Tensors that may be cut only at block boundaries."""
 
@@ -99,7 +99,7 @@ def find_quantized(
         shape, dtype = tensors[name]
         sides = shape
         if _CODES_ALONE.fullmatch(dtype) and why[name].startswith(dtype):
-            # The scales may be in another file; without a config nothing says that there are any.
+            # The scales may be in another file; without a config it is unknown if any exist.
             both = (each.block for each in schemes if sections and not each.codes)
             last = next(both, shape if sections else (1, 1))[-len(shape) :]
             sides = (*(1 for _ in shape[len(last) :]), *last)
@@ -150,7 +150,11 @@ def _blocks(weight: Coded, shape: Shape) -> Blocks:
 
 
 def of_computed(name: str) -> bool:
-    """Return True if a tensor has the name of an activation scale."""
+    """Return True if a tensor has the name of an activation scale.
+
+    >>> of_computed("layers.0.self_attn.k_proj.k_scale"), of_computed("weight_scale")
+    (True, False)
+    """
     return _OF_COMPUTED.fullmatch(name) is not None
 
 
@@ -168,7 +172,11 @@ def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
 
 
 def sections_of(config: object) -> Iterator[dict[str, object]]:
-    """Yield the quantization sections of a config, also nested ones."""
+    """Yield the quantization sections of a config, also nested ones.
+
+    >>> list(sections_of({"text_config": {"quantization_config": {"quant_method": "fp8"}}}))
+    [{'quant_method': 'fp8'}]
+    """
     below = [config]
     while below:
         value = below.pop()

@@ -130,7 +130,7 @@ def plan_quantized(
         if name not in linear or len(after.global_shape) < 2 or dtypes - _WEIGHTS:
             moves += group
             continue
-        # Codes are those of the numbers in the source, whatever dtype the target has.
+        # Codes are computed from the numbers of the source, in any dtype of the target.
         after = _with_dtype(after, "float32" if len(dtypes) > 1 else dtypes.pop())
         move, *others = group = [replace(move, target=after) for move in group]
         grid, scales = _grid(after), name + _SCALES
@@ -145,8 +145,8 @@ def plan_quantized(
         elif grid is not None:
             if (other := stated.pop(scales, grid)) != grid:
                 raise LayoutError(
-                    f"tensor {scales!r} is made where {name!r} arrives, and laid out as {grid}, "
-                    f"but the target states {other}; leave it out of the target, or make both alike"
+                    f"tensor {scales!r} is computed from {name!r}, with layout {grid}, but the "
+                    f"target has {other}; remove it from the target, or give both one layout"
                 )
             receivers.append(name)
             moves += group

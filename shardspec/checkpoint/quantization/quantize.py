@@ -44,7 +44,7 @@ from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, shown
 
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
-"""The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
+"""Section for gpt-oss: only its experts are quantized, in transposed form."""
 _FUSED: Final = re.compile(r"\b([qkv]|gate|up)_proj\b|\bw[13]\b")
 """Names of layers that inference engines fuse with others."""
 _SKIPPED: Final = (
@@ -64,7 +64,7 @@ _LARGEST: Final = np.float32(448)
 
 def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
     """Return the largest magnitude in each block; raises CheckpointError if one is not finite."""
-    # Sizes are in the order of their bits.
+    # Magnitudes sort like their bits.
     if dtype == "bfloat16":
         sizes = raw & np.uint16(0x7FFF)
     else:
@@ -159,14 +159,18 @@ class Quantize(NamedTuple):
 
 
 def quantize_of(kind: str | None, include: Patterns | None) -> Quantize | None:
-    """Return the options, if any; raises DTypeError for an unknown scheme."""
+    """Return the options, if any; raises DTypeError for an unknown scheme.
+
+    >>> quantize_of("mxfp8", None)
+    Quantize(kind='mxfp8', include=None, in_files=True)
+    """
     if kind is None:
         if include is not None:
             raise DTypeError(Argument("quantize_include"), " is for ", Argument("quantize"))
         return None
     if kind not in QUANTIZATIONS:
         raise DTypeError(
-            f"{shown(kind)} is no way to quantize; choose among {', '.join(QUANTIZATIONS)}"
+            f"unknown quantization scheme {shown(kind)}; choose among {', '.join(QUANTIZATIONS)}"
         )
     return Quantize(kind, include)
 
@@ -352,8 +356,8 @@ def quantized_as(
     listed = SkippedModules(others)
     if clash := next((each.source for each in weights if each.source in listed), None):
         raise CheckpointError(
-            f"{source.directory}: the name of {clash!r} begins or ends as that of a module that is "
-            "not quantized, and transformers would not tell them apart; rename one"
+            f"{source.directory}: transformers cannot tell {clash!r} from a module that is not "
+            "quantized, as one name begins or ends with the other; rename one"
         )
     section = {**section, key: sorted({*others})}
     return made.with_facts(replace(made.facts, quantization=section))

@@ -79,7 +79,7 @@ class Scheme(NamedTuple):
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """Dtypes that codes have."""
+        """Dtypes of codes."""
         return ("uint8",) if self.four else _EIGHT_BITS
 
 
@@ -136,11 +136,15 @@ USUAL: Final = (
     Scheme("_packed", "_scale", (1, MX), _POWERS, four=True),
     *_BY_KEY["quant_method", "mxfp4"],
 )
-"""Schemes that cuts of tensors without a config assume, if the shapes of the scales fit them."""
+"""Schemes that the checks of cuts assume without a config, if the shapes of scales fit."""
 
 
 def schemes_in(sections: Iterable[Mapping[str, object]]) -> tuple[Scheme, ...]:
-    """Return the schemes in sections of configs that can be dequantized."""
+    """Return the schemes in sections of configs that can be dequantized.
+
+    >>> schemes_in([{"quant_method": "fp8", "weight_block_size": [128, 128]}])[0].block
+    (128, 128)
+    """
     return tuple(dict.fromkeys(scheme for section in sections for scheme in _schemes(section)))
 
 
@@ -200,10 +204,15 @@ def _block(stated: object) -> tuple[int, int] | None:
 def coded(
     name: str, tensors: Mapping[str, tuple[Shape, str]], schemes: Iterable[Scheme]
 ) -> tuple[str, Coded] | str | None:
-    """Return the weight whose codes a tensor contains.
+    """Return the name and description of the weight whose codes a tensor contains.
 
     Returns an error text if its scales do not fit, or None if the tensor has no codes of a scheme
     that can be dequantized. `tensors` maps names to shapes and dtypes.
+
+    >>> tensors = {"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")}
+    >>> name, weight = coded("w", tensors, USUAL)
+    >>> name, weight.scales, weight.block
+    ('w', 'w_scale_inv', (128, 128))
     """
     shape, dtype = tensors[name]
     if name.endswith(_COMPANIONS):
@@ -215,7 +224,7 @@ def coded(
             continue
         fitted = _fitted(name, weight, shape, scheme)
         if fitted is None:
-            problem = problem or f"its shape {list(shape)} is none of {scheme.codes[1:]} of 32"
+            problem = problem or f"its shape {list(shape)} does not fit blocks of 32"
             continue
         wrong = _wrong(fitted, tensors)
         if wrong is None:
@@ -223,7 +232,7 @@ def coded(
         # If there are several schemes, the names of the scales tell which one applies.
         problem = wrong if problem is None or fitted.scales in tensors else problem
     if problem is None and (dtype in _EIGHT_BITS or name.endswith("_blocks")):
-        problem = "no config that lies beside it states the block that shares a scale"
+        problem = "no config beside it gives the block that shares a scale"
         if f"{name}_zero_point" in tensors:
             problem = "it has zero points, as asymmetric FP8 has, which is not read"
     return problem
@@ -246,7 +255,7 @@ def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | Non
     if weight.scales not in tensors:
         return f"its scales {shown(weight.scales)} are missing"
     if weight.lead and not scheme.stacked:
-        return "stacked experts of fbgemm_fp8 have scales on an axis that nothing states"
+        return "stacked experts of fbgemm_fp8 have scales along an unknown dim"
     shape, dtype = tensors[weight.scales]
     if dtype not in scheme.scale_dtypes:
         return (

@@ -29,7 +29,7 @@ class Memory:
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """No files are read."""
+        """Files to read: none."""
         return {}
 
     def bits(self, shape: Sequence[int], strides: Sequence[int], start: int) -> NDArray[np.generic]:

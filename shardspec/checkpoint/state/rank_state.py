@@ -45,7 +45,7 @@ class Described:
 
         part = box_of_shard(self.shards[name][rank], self.layouts[name], rank, box).detach()
         plain = part.resolve_conj().resolve_neg().cpu().contiguous()
-        # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+        # Strides are set here: a single element counts as contiguous with any stride.
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
         for at in range(0, len(data), _PIECE_BYTES):
             yield data[at : at + _PIECE_BYTES]
@@ -82,7 +82,7 @@ def world_mesh() -> DeviceMesh:
 
 
 def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
-    """Check every value, and return the layouts of tensors."""
+    """Return the shards and layouts of a state dict; raises CheckpointError for other values."""
     flat = flatten(state_dict)
     shards, layouts = {}, {}
     for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
@@ -123,7 +123,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
     remedy = ""
     if tensor.is_meta:
-        remedy = "leave it out, or give it values"
+        remedy = "exclude it, or give it values"
     elif tensor.layout is not torch.strided or tensor.is_quantized:
         remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -136,7 +136,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return the facts that all ranks must agree on, each with a description."""
+    """Return description -> text for each fact that ranks must agree on."""
     at = {name: f" at {path}" for name, path in what.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"

@@ -46,7 +46,7 @@ class FlatState:
     values: Mapping[str, object]
     """Plain values."""
     paths: Mapping[str, KeyPath]
-    """Keys of the names that differ from their key."""
+    """Nested keys by name; a name that is itself the only key is missing."""
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
@@ -73,9 +73,8 @@ def flatten(state: Mapping[str, object]) -> FlatState:
             values[name] = value
         else:
             raise CheckpointError(
-                f"{name!r} is a {type(value).__name__}, neither a tensor nor a plain value, as "
-                "numbers, text and lists of them are; leave it out, or make it a tensor with "
-                "torch.tensor"
+                f"{name!r} is a {type(value).__name__}, neither a tensor nor a plain value, such "
+                "as a number, text or list of them; exclude it, or use torch.tensor"
             )
     return FlatState(tensors, values, paths)
 
@@ -86,7 +85,11 @@ def _is_key(key: object, depth: int) -> bool:
 
 
 def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
-    """Return True if `save_sharded` supports these keys, as `leaves` yields them."""
+    """Return True if `save_sharded` supports these keys, as `leaves` yields them.
+
+    >>> is_path(("optim", 0, "step")), is_path((0,))
+    (True, False)
+    """
     return 0 < len(keys) <= MAX_DEPTH and all(_is_key(key, at) for at, key in enumerate(keys))
 
 
@@ -95,7 +98,8 @@ def spread(
 ) -> tuple[dict[str, object], dict[str, KeyPath]]:
     """Return values under the names that `flatten` would give them, and the keys of all names.
 
-    Other formats keep lists of dicts whole. Raises CheckpointError if two values get one name.
+    Other formats store a list of dicts as one value. Raises CheckpointError if two values get one
+    name.
 
     >>> spread({"groups": [{"lr": 1}]}, {})
     ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})
@@ -170,7 +174,11 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
 
 
 def decode_value(value: object) -> object:
-    """Decode the result of `encode_value`; raises ValueError for anything else."""
+    """Decode the result of `encode_value`; raises ValueError for anything else.
+
+    >>> decode_value({"tuple": [0.9, {"float": "inf"}]})
+    (0.9, inf)
+    """
     match value:
         case list():
             return [decode_value(item) for item in value]
@@ -190,12 +198,20 @@ def decode_value(value: object) -> object:
 
 
 def encode_path(path: KeyPath) -> list[object]:
-    """Encode keys for JSON: a position in a list becomes a list of one number."""
+    """Encode keys for JSON: a position in a list becomes a list of one number.
+
+    >>> encode_path(("groups", Place((0,)), "lr"))
+    ['groups', [0], 'lr']
+    """
     return [list(key) if isinstance(key, tuple) else key for key in path]
 
 
 def decode_path(path: object) -> KeyPath:
-    """Decode the result of `encode_path`; raises ValueError for anything else."""
+    """Decode the result of `encode_path`; raises ValueError for anything else.
+
+    >>> decode_path(["groups", [0], "lr"])
+    ('groups', (0,), 'lr')
+    """
     if not isinstance(path, list) or not path or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
     keys: list[Any] = []
@@ -212,7 +228,11 @@ def fitting_paths(
 ) -> dict[str, KeyPath]:
     """Return the keys of these names, or none if they conflict with the names `beside` them.
 
-    If a list lacks items, because tensors were renamed or excluded, every name is a key.
+    If tensors of a list were renamed or excluded, every name becomes a top-level key.
+
+    >>> paths = {"a.0": ("a", (0,)), "a.1": ("a", (1,))}
+    >>> fitting_paths(paths, ["a.0"]), fitting_paths(paths, ["a.1"])
+    ({'a.0': ('a', (0,))}, {})
     """
     kept = {name: path for name, path in paths.items() if name in names}
     if not kept:
@@ -244,8 +264,8 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
             node = node.setdefault(key, _Node()) if isinstance(node, _Node) else node
         if not isinstance(node, _Node) or path[-1] in node:
             raise CheckpointError(
-                f"the keys of {name!r} lead to where another value is; rename it otherwise, or "
-                "restore the sharding info of the checkpoint"
+                f"the keys of {name!r} are those of another value too; rename it, or restore the "
+                "sharding info of the checkpoint"
             )
         node[path[-1]] = of(name)
     nested = _nested(root)
@@ -261,8 +281,8 @@ def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
         places = [(place,) for place in range(len(node))]
         if node.keys() != set(places):
             raise CheckpointError(
-                f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint are those of "
-                "no list; its sharding info is damaged, restore it"
+                f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint do not form "
+                "a list; its sharding info is damaged, restore it"
             )
         return [kept.get(place) for place in places] if kept else LEFT_OUT
     return kept or LEFT_OUT

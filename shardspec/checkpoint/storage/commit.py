@@ -42,11 +42,11 @@ from shardspec.text import shown
 
 _ATTEMPTS: Final = 10
 _FLUSH_BYTES: Final = 8 << 20
-"""Bytes written before a flush is started, so that it does not wait for the end of the file."""
+"""Bytes between early flushes; the last flush then has little left to write."""
 
 
 class StagedFiles:
-    """An output written in these steps: a file, or a directory of files."""
+    """An output that is being written by the steps above: a file, or a directory."""
 
     def __init__(self, path: StoragePath, place: StoragePath, *, directory: bool) -> None:
         self._path, self.place, self._directory = path, place, directory
@@ -94,7 +94,7 @@ class StagedFiles:
 
 @contextmanager
 def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
-    """Create files to fill, which are published at the end of the block.
+    """Create the files of an output, to fill in the block; they are published at its end.
 
     Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """
@@ -122,7 +122,7 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
                     _finish_all(staging, None if directory else path)
                     _rename(staging, path, output.overwrite and not directory)
         finally:
-            # What an error leaves, or what has exchanged names with the output.
+            # The staged output after an error; the replaced one after an exchange.
             with suppress(OSError):
                 system_calls.remove(staging)
 
@@ -181,7 +181,7 @@ def _check_own(path: StoragePath, place: StoragePath) -> bool:
         return False
     usual = stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)
     if not usual or at.st_uid != os.geteuid():
-        what = f"belongs to user id {at.st_uid}" if usual else "is no file of a run"
+        what = f"belongs to user id {at.st_uid}" if usual else "is not a file of a run"
         raise CheckpointError(
             f"{path}: {place.name} beside it {what}; remove it, or choose another name or directory"
         )
@@ -235,7 +235,7 @@ def _exchange(
         if system_calls.renameat2(staging, path, system_calls.EXCHANGE):
             system_calls.sync(path.parent)
             return
-        # Between the two renames nothing has the name; both are complete on the disk.
+        # Between the two renames the name does not exist; both outputs are complete.
         os.rename(path, older)
         try:
             os.rename(staging, path)

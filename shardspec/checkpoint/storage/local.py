@@ -91,7 +91,7 @@ class LocalPath(StoragePath):
             yield from (os.path.normpath(f"{at}/{name}") for name in names + links)
 
     def taken(self) -> bool:
-        """Return whether the name is in use, even by a broken link."""
+        """Return True if the name is in use, even by a broken link."""
         return os.path.lexists(self)
 
     def absolute(self) -> Self:
@@ -112,7 +112,7 @@ class LocalPath(StoragePath):
         return None if real.parent == home or real.name == self.name or cached else real
 
     def public(self) -> Path:
-        """Return the path as users get it."""
+        """Return the path as a `Path`."""
         return Path(self)
 
     def open(self) -> SourceFile:
@@ -135,7 +135,7 @@ class LocalPath(StoragePath):
         return self.resolved()
 
     def refusal(self) -> str:
-        """Return why nothing can be created here; empty if it can."""
+        """Return the reason why no file can be created here; empty if one can."""
         if os.access(self.parent, os.W_OK | os.X_OK, effective_ids=True):
             return ""
         state = "is not writable" if self.parent.is_dir() else "does not exist"

@@ -53,7 +53,7 @@ _IDENTITY_KEYS: Final = (
     *("VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
 )
-"""Keys of the facts about an object that identify it and its version."""
+"""Keys of fsspec's info that identify an object and its version."""
 _FILES_AT_ONCE: Final = 8
 """Files opened concurrently in a store: each takes several requests in sequence."""
 
@@ -111,7 +111,7 @@ class ObjectPath(StoragePath):
         return bool(self.store.async_impl)
 
     def _info(self) -> dict[str, Any] | None:
-        """Return the store's facts about the object; None if there is none."""
+        """Return fsspec's info about the object; None if it does not exist."""
         store = self.store
         with self.errors("read"):
             for _ in range(2):
@@ -123,7 +123,7 @@ class ObjectPath(StoragePath):
                         raise
                 else:
                     return info
-                # It may have been written since the last request.
+                # The cached listing may be older than the object.
                 store.invalidate_cache(str(self.parent))
         return None
 
@@ -155,7 +155,7 @@ class ObjectPath(StoragePath):
             yield name if entry.kind == "file" else f"{name}/"
 
     def taken(self) -> bool:
-        """Return whether the name is in use; an empty object may mark a directory."""
+        """Return True if the name is in use; an empty object may mark a directory."""
         entry = self.look()
         return entry is not None and (entry.kind != "directory" or bool(self.list()))
 
@@ -263,7 +263,7 @@ class ObjectFile(SourceFile):
             return start, data
         if self.requested is not None and (arrived := self.requested.find(self.path, at)):
             return arrived
-        # Rows of columns are read along with the gaps between them.
+        # If a shard is a range of columns, the short gaps between its rows are read too.
         goes_on = 0 <= at - start - len(data) < _MIN_REQUEST_BYTES
         least = _SEQUENTIAL_BYTES if goes_on else _MIN_REQUEST_BYTES
         end = min(max(needed, at + least), at + MAX_REQUEST_BYTES, self.num_bytes)
@@ -278,13 +278,13 @@ class ObjectFile(SourceFile):
             )
         if len(data) < max(end - at, 1):
             raise self.cut_short(at + len(data), needed)
-        # A long range is used up at once; only its end is remembered.
+        # A long range is used only once, so only its end is remembered.
         self._kept = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
         return at, data
 
 
 _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
-"""File to (first byte, end, index of the response) of each range."""
+"""File -> (first byte, end, index of the response) of each range."""
 
 
 class RangePrefetcher:
@@ -314,7 +314,7 @@ class RangePrefetcher:
         self._request()
 
     def find(self, path: StoragePath, start: int) -> tuple[int, bytes] | None:
-        """Return the start and bytes of the range with a byte; None if it was not requested."""
+        """Return start and bytes of the range with byte `start`; None if it was not requested."""
         for count, (ranges, answers) in enumerate(self._pending):
             for first, end, index in ranges.get(str(path), ()):
                 if first <= start < end:
@@ -376,7 +376,7 @@ def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> A
     part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
     part += -part % (1 << 20)
     file = store.open(str(path), "wb" if overwrite else "xb", block_size=part, autocommit=False)
-    # Transactions of a store belong to all its users.
+    # All users of a store share its transaction.
     store.transaction.files.remove(file)
     return file
 
@@ -391,7 +391,7 @@ def _written(path: ObjectPath) -> Iterator[None]:
 
 
 class _Uploads:
-    """Uploaded files of an output, each sent by one thread, that are not committed yet."""
+    """Uploads of the files of an output, one thread each, before they are committed."""
 
     def __init__(self, path: ObjectPath, output: Staging) -> None:
         self._path, self._output = path, output
@@ -428,9 +428,9 @@ class _Uploads:
         if output.directory and output.overwrite:
             with suppress(FileNotFoundError):
                 old = frozenset(self._path.list())
-        # Also leftovers of killed runs.
+        # Leftovers of killed runs are removed too.
         gone = output.replaced & old | {name for name in old if is_temporary(name)}
-        # Old and new ones side by side could be taken for one checkpoint.
+        # Old and new files side by side could be read as one checkpoint.
         if len(self._open) > 1 and not old.isdisjoint(self._open.keys() - {output.listing}):
             self._remove({name for name in gone if _is_list(name)} | old & self._open.keys())
         for name in sorted(self._open, key=lambda name: (name == output.listing, name)):
@@ -454,7 +454,7 @@ class _Uploads:
     def discard(self) -> None:
         """Discard uploads, and remove files that were already published."""
         for file in self._open.values():
-            # A store forgets it sooner or later.
+            # The store deletes it later.
             with suppress(Exception):
                 file.discard()
         with suppress(CheckpointError):
@@ -470,5 +470,5 @@ class _Uploads:
 
 
 def _is_list(name: str) -> bool:
-    """Return True for a listing, without which the other files are useless."""
+    """Return True for the name of a listing; without it the other files are useless."""
     return name.endswith((".json", ".metadata"))

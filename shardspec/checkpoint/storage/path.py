@@ -2,7 +2,7 @@
 
 A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
 parents and ``/`` are those of `pathlib.PurePosixPath`. Each storage is a module with a subclass,
-`local` or `object_store`; `storage_path` chooses one by the text that a user gives.
+`local` or `object_store`; `storage_path` chooses one by the text of a path.
 """
 
 import re
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     kind: Literal["file", "directory", "other"]
     num_bytes: int
     identity: Identity
-    """Identity: equal for the same, unchanged file."""
+    """Value that is equal for the same, unchanged file."""
 
 
 class FileStretch(NamedTuple):
@@ -46,7 +46,7 @@ class Requested(Protocol):
     """Ranges that were requested before they are read."""
 
     def find(self, path: "StoragePath", start: int) -> tuple[int, bytes] | None:
-        """Return the start and bytes of the range with a byte; None if it was not requested."""
+        """Return start and bytes of the range with byte `start`; None if it was not requested."""
 
     def close(self) -> None:
         """Make no more requests."""
@@ -60,7 +60,7 @@ class SourceFile(ABC):
     def __init__(self, path: "StoragePath", num_bytes: int) -> None:
         self.path, self.num_bytes = path, num_bytes
         self.requested: Requested | None = None
-        """Ranges that may have arrived already."""
+        """Ranges requested ahead; None if there are none."""
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -93,13 +93,13 @@ class Staging(NamedTuple):
     """An output to write: one file, or a directory of files."""
 
     files: Mapping[str, int]
-    """Name relative to the output, to approximate size."""
+    """Name relative to the output -> approximate size in bytes."""
     directory: bool
     overwrite: bool
     listing: str | None = None
     """The file that lists the others; it is written last."""
     replaced: frozenset[str] = frozenset()
-    """Names of files that a replaced directory may have; one with others is kept."""
+    """Names of files that may be replaced; a directory with any other file is not."""
     identity: Identity | None = None
     """Identity of the directory to replace, empty if there is none; None to skip the check."""
 
@@ -147,15 +147,15 @@ class StoragePath(PurePosixPath, ABC):
         """Yield the relative names of all files in a directory; those of directories end in /."""
 
     def exists(self) -> bool:
-        """Return whether something has this name."""
+        """Return True if a file or directory has this name."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:
-        """Return whether there is a directory of this name."""
+        """Return True if a directory has this name."""
         return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        """Return whether there is a file of this name."""
+        """Return True if a regular file has this name."""
         return self._kind() == "file"
 
     def _kind(self) -> str | None:
@@ -166,7 +166,7 @@ class StoragePath(PurePosixPath, ABC):
         return entry and entry.kind
 
     def taken(self) -> bool:
-        """Return whether the name is in use, even by a broken link."""
+        """Return True if the name is in use, even by a broken link."""
         return self.exists()
 
     def absolute(self) -> Self:
@@ -212,9 +212,9 @@ class StoragePath(PurePosixPath, ABC):
     ) -> None:
         """Write a file from pieces, which appears once it is complete and flushed.
 
-        It gets mode and owner of the file that it replaces, or of its neighbor `mode_of`, if the
-        storage has these. If an exception is raised, such as an `OutputExistsError`, no file is
-        left.
+        Its mode and owner are those of the replaced file, or of its neighbor `mode_of`, if the
+        storage has these. After an exception, such as an `OutputExistsError`, the file does not
+        exist.
         """
 
     @abstractmethod
@@ -232,7 +232,7 @@ class StoragePath(PurePosixPath, ABC):
         return self
 
     def refusal(self) -> str:
-        """Return why nothing can be created here, such as a missing directory; empty if it can."""
+        """Return the reason why no file can be created here; empty if one can."""
         return ""
 
     def make_directory(self) -> None:  # stores make it with the first file
@@ -305,7 +305,11 @@ def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True for names of temporary files, which only killed runs leave."""
+    """Return True for names of temporary files, which only killed runs leave.
+
+    >>> is_temporary(f".shardspec-save-{'0' * 16}.tmp"), is_temporary("model.safetensors")
+    (True, False)
+    """
     return _TEMPORARY.fullmatch(name) is not None
 
 

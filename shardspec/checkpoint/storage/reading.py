@@ -83,7 +83,7 @@ class OpenFiles:
     def will_read(
         self, directory: StoragePath, stretches: Iterable[FileStretch], max_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Prefetch these ranges, in order, in place of those requested before."""
+        """Prefetch these ranges, in order, and cancel earlier requests."""
         if self._requested is not None:
             self._requested.close()
         self._requested = directory.request(stretches, max_bytes)

@@ -16,14 +16,18 @@ from shardspec.text import shown
 _Kind = TypeVar("_Kind")
 
 _ROOM_BYTES: Final = 448 << 20
-"""Maximum memory of a text and its values: a safetensors header of some 400,000 tensors."""
+"""Maximum memory of a text and its values; enough for a header of 400,000 tensors."""
 _COSTS: Final = {b"[": 72, b"{": 72, b":": 120, b",": 40, b'"': 24}
-"""Roughly the memory for what follows each of these characters."""
+"""Approximate bytes of memory for the value after each of these characters."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def is_size(value: object) -> bool:
-    """Return True for a whole number from 0 to 2**63 - 1."""
+    """Return True for a whole number from 0 to 2**63 - 1.
+
+    >>> is_size(3), is_size(-1), is_size(True)
+    (True, False, False)
+    """
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -38,7 +42,7 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
         lambda value: isinstance(value, list) and all(map(is_size, value)),
     ),
 }
-"""Kind of value to its description and check."""
+"""Kind of value -> description and check."""
 
 
 def parse_json(
@@ -48,9 +52,12 @@ def parse_json(
     room_bytes: int = _ROOM_BYTES,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
-    """Parse JSON without repeated keys; `what` names it in errors.
+    """Return the value of a JSON text; raises CheckpointError for repeated keys.
 
-    Objects are replaced by the results of `shrink`.
+    `what` names the text in errors. Objects are replaced by the results of `shrink`.
+
+    >>> parse_json(b'{"a": [1]}', PurePath("config.json"), "config")
+    {'a': [1]}
     """
 
     def fail(problem: str) -> Never:
@@ -71,7 +78,7 @@ def parse_json(
         value: object = json.loads(
             data.decode(),
             object_pairs_hook=without_repeats,
-            parse_constant=lambda text: fail(f"holds {text}, which is not JSON"),
+            parse_constant=lambda text: fail(f"contains {text}, which is not JSON"),
         )
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
@@ -80,13 +87,13 @@ def parse_json(
     except UnicodeDecodeError as error:
         fail(f"is not UTF-8 (byte {error.start} is {data[error.start]:#04x})")
     except UnicodeEncodeError:
-        fail("holds text with lone surrogates")
+        fail("contains text with lone surrogates")
     except json.JSONDecodeError as error:
         fail(f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}")
     except RecursionError:
         fail("nests too deep")
     except ValueError:  # Python's limit on the digits of a number
-        fail("holds a number of thousands of digits")
+        fail("contains a number of thousands of digits")
     return value
 
 
@@ -103,8 +110,11 @@ def _check_room(
 def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind:
     """Return a JSON value if it is of a kind; `key` is its full name for errors.
 
-    Kinds are dict, list, str, int for a size, and tuple for a list of sizes, which is returned as
-    one; object stands for any.
+    Kinds are dict, list, str, int (a size), tuple (a list of sizes, returned as a tuple) and object
+    (any value).
+
+    >>> checked([2, 3], tuple, PurePath("a.json"), "shape")
+    (2, 3)
     """
     text, fits = _KINDS[kind]
     if not fits(value):
@@ -115,7 +125,11 @@ def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind
 def field(
     parent: Mapping[str, object], name: str, kind: type[_Kind], file: PurePath, at: str
 ) -> _Kind:
-    """Return one member of the object called `at`, as `checked` does."""
+    """Return a member of an object after `checked`; `at` names the object in errors.
+
+    >>> field({"size": 4}, "size", int, PurePath("a.json"), "header")
+    4
+    """
     key = f"{at}.{name}" if at else name
     if name not in parent:
         raise CheckpointError(f"{file}: {key} is missing")
@@ -123,7 +137,11 @@ def field(
 
 
 def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) -> list[Any]:
-    """Return the members of an object that a table of names and kinds lists, in its order."""
+    """Return the members of an object, each checked by its kind, in the order of `kinds`.
+
+    >>> fields({"name": "w", "size": 4}, {"size": int, "name": str}, PurePath("a.json"), "header")
+    [4, 'w']
+    """
     parent = checked(value, dict, file, at)
     return [field(parent, name, kind, file, at) for name, kind in kinds.items()]
 
@@ -136,7 +154,7 @@ def read_json(
 ) -> dict[str, Any]:
     """Return the JSON object in a file; see `parse_json`."""
     with path.open() as file:
-        # A byte takes three at least; more is refused unread.
+        # Each byte takes at least three in memory; too large a file is refused unread.
         _check_room(path, what, file.num_bytes, 3 * file.num_bytes, room_bytes)
         data = file.read(0, file.num_bytes)
     value = parse_json(data, path, what, room_bytes, shrink)

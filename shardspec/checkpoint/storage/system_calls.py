@@ -17,7 +17,7 @@ NEW_FILE: Final = FILE | os.O_CREAT | os.O_EXCL
 NO_REPLACE: Final = 1
 EXCHANGE: Final = 2
 _HERE: Final = -100
-"""AT_FDCWD: paths are as usual."""
+"""AT_FDCWD: relative paths start in the working directory."""
 _WRITE_BYTES: Final = 128 << 10
 """Bytes per write call, as in `cat`. Linux makes no larger pages in its cache: small pages are more
 work, and large ones can be slow to allocate."""
@@ -34,7 +34,7 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file or directory; False if another process has, None if there are no locks."""
+    """Lock a file or directory; False if another process has the lock, None without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

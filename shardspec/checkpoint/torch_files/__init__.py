@@ -36,12 +36,16 @@ PARTS: Final = {
     ),
     META: (META_FILE, _ALL_OF_THEM),
 }
-"""Formats with a file per rank: pattern of file names, and remedy. A file with number 0 may be the
-only one."""
+"""Formats with a file per rank -> pattern of file names, and remedy. A single file with number 0 is
+no part."""
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
-    """Return the key in `PARTS` of a file, by its name and those beside it; None if it is none."""
+    """Return the key in `PARTS` of a file, by its name and those beside it; None for others.
+
+    >>> part_of_several("layer_01-model_states.pt", list)
+    "DeepSpeed's pipeline"
+    """
     for kind, (pattern, _) in PARTS.items():
         match = pattern.fullmatch(name)
         if match is None:
@@ -50,7 +54,7 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
             return kind
         others = list(beside())
         if kind == TENSOR_PARALLEL:
-            # The parts that are the same on all ranks, beside those that are not.
+            # Beside files of experts or stages, it contains only the shared tensors.
             for other in (EXPERTS, PIPELINE):
                 if any(map(PARTS[other][0].fullmatch, others)):
                     return other

@@ -26,7 +26,7 @@ METADATA_NAME: Final = ".metadata"
 _ROOM_PER_BYTE: Final = 24
 """Bytes of memory per byte of metadata; millions of chunks take half of that."""
 Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
-"""Places of entries by (name, offsets of the chunk or None)."""
+"""(Name of an entry, offsets of its chunk or None) -> its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StoredChunk(FileBox):
     stored: tuple[int, ...]
     """Shape of the chunk."""
     start: int = 0
-    """Elements of the chunk before the box: a range of a flat tensor may be several boxes."""
+    """Elements of the chunk before the box; a flat chunk may contain several boxes."""
 
 
 _HOME: Final = "torch.distributed.checkpoint"
@@ -47,10 +47,10 @@ _KINDS: Final = {
         "Metadata StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
         "ChunkStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING"
     ),
-    # Of torch 2.2 and before.
+    # Names of torch 2.2 and before.
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
-    # The plans of the ranks that saved, which Megatron-core 0.10 to 0.16 keeps; not used.
+    # The save plans of all ranks, from Megatron-core 0.10 to 0.16; not used.
     f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     # Where the checkpoint was written; not used.
@@ -98,10 +98,7 @@ _NAMES: Final[unpickler.PickledNames] = {
 def read_metadata(
     path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
-    """Return the entries, their places, and Megatron-core's facts about flat tensors.
-
-    The last value has the keys of entries in the saved nested state dict.
-    """
+    """Return entries, their places, Megatron-core's notes on flat tensors, and nested keys."""
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata", room_per_byte=_ROOM_PER_BYTE)
@@ -114,7 +111,7 @@ def read_metadata(
 
 
 def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
-    """Yield the names of entries that differ from their key, and the keys in the metadata."""
+    """Yield (name, nested keys) of entries; top-level keys are skipped."""
     for name, keys in planned.items() if isinstance(planned, dict) else ():
         # To torch, a number is a position in a list.
         if is_text(name) and isinstance(keys, tuple) and keys != (name,):
@@ -164,7 +161,7 @@ def outline_of(
             shape, item = values.sizes_of(entry.get("size")), 0
         case _:
             raise ValueError("it has no dtype or no chunks")
-    # Other dtypes are refused when the tensor is asked for.
+    # Other dtypes are refused when the tensor is selected.
     with suppress(DTypeError):
         dtype = dtype_name(dtype)
         item = item_bytes(dtype)
@@ -179,7 +176,7 @@ def outline_of(
         box = _box(offsets, sizes, shape)
         place = places.get((name, offsets))
         if place is None:
-            raise ValueError(f"no file holds its chunk {box_text(box)}")
+            raise ValueError(f"no file contains its chunk {box_text(box)}")
         if prod(sizes) * item > place.num_bytes:
             raise ValueError(
                 f"its chunk {box_text(box)} is listed with {place.num_bytes} bytes, which is too "
@@ -200,8 +197,8 @@ def outline_of(
             )
             return Outline(name, whole, dtype, None, (), chunks), repeated
     raise ValueError(
-        f"mcore_data says {flat!r:.100} of it, as no version of Megatron-core up to 0.16 does; "
-        "convert it with Megatron's own tools to fully_reshardable"
+        f"mcore_data has {flat!r:.100}, unknown up to Megatron-core 0.16; convert it with "
+        " Megatron's own tools to fully_reshardable"
     )
 
 
@@ -215,7 +212,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...
         )
     box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
     if any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
-        raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
+        raise ValueError(f"its chunk {box_text(box)} is outside of shape {list(shape)}")
     return box
 
 

@@ -1,4 +1,4 @@
-"""Writes torch's distributed checkpoints: `.metadata`, and a file per rank that stores a box.
+"""Writes torch's distributed checkpoints: `.metadata`, and a file per rank with boxes.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """

@@ -157,13 +157,13 @@ class _DTensors:
         check_record(tensor, self._archive)
         with self._archive.path.open() as file:
             data = self._archive.read(file, name)
-        # Little endian, as everything that is read.
+        # Files of big-endian machines are refused.
         ids = struct.unpack(f"<{num_bytes // item_bytes(tensor.dtype)}{letter}", data)
         return tuple(ids[tensor.start + at] for at in _offsets(tensor.shape, tensor.strides))
 
 
 def _is_record(value: object, *names: str) -> TypeGuard[Record]:
-    """Return whether an object is of a listed class with one of these names."""
+    """Return True for a record of a class with one of these names."""
     return isinstance(value, Record) and value.name in names
 
 
@@ -244,7 +244,7 @@ def _placement(value: object) -> Placement:
         if name in ("Partial", "_Partial") and isinstance(op, str) and op in REDUCE_OPS:
             return REDUCE_OPS[op]
     raise UnsupportedError(
-        f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
+        f"placement {value!r:.60} is unknown or lacks a member; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
     )
 

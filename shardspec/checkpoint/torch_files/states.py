@@ -74,7 +74,7 @@ class TorchState(NamedTuple):
     path: StoragePath
     tensors: Mapping[str, StateTensor]
     extras: Mapping[str, object]  # all other entries, as they were unpickled
-    paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
+    paths: Mapping[str, KeyPath]  # nested keys by name, as in `Contents`
     archive: TorchZip
 
 
@@ -84,7 +84,7 @@ class Contents(NamedTuple):
     tensors: dict[str, TorchTensor]
     others: dict[str, object]
     paths: dict[str, KeyPath]
-    """Keys of the names that differ from their key."""
+    """Nested keys by name; a name that is itself the only key is missing."""
 
 
 def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
@@ -116,7 +116,7 @@ def read_contents(
     value = read_torch(archive, data, rank=rank)
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{archive.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
+            f"{archive.path}: contains {_kind_of(value)}, not a dict of tensors; save a state dict"
         )
     return flat_contents(value, (), archive.path)
 
@@ -202,6 +202,9 @@ def plain_value(value: object, archive: TorchZip | None = None) -> object:
     """Return a value made of None, numbers, texts, bytes, lists, tuples, dicts and `OpaqueValue`s.
 
     `archive` is its zip; objects with tensors are compared by its CRC-32.
+
+    >>> plain_value({"step": [1, None]})
+    {'step': [1, None]}
     """
     parts = iter(range(_MAX_OPAQUE_PARTS))
     try:
@@ -335,7 +338,7 @@ def check_same_names(files: Iterable[tuple[StoragePath, Mapping[str, object]]]) 
         if odd is not None:
             lacks, has = (path, first_path) if odd in first else (first_path, path)
             raise CheckpointError(
-                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
+                f"{lacks}: lacks tensor {odd!r}, which {has} has; the files are not of one save"
             )
 
 
@@ -348,8 +351,7 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
         other = seen.setdefault(key, state.path)
         if other != state.path and len(key) == len(state.tensors):
             raise CheckpointError(
-                f"{state.path}: holds just what {other} does; one is a copy of the other, restore "
-                "it"
+                f"{state.path}: has the tensors of {other}; one is a copy of the other, restore it"
             )
 
 

@@ -23,7 +23,7 @@ _ROOM_BYTES: Final = 320 << 20
 """Maximum memory of the values of a pickle."""
 _PLACE_BYTES: Final = 16
 _COSTS: Final = [_PLACE_BYTES] * 256
-"""Roughly the memory for the result of each instruction, with its place on the stack."""
+"""Approximate bytes of memory for the result of each instruction and its stack entry."""
 for _codes, _num_bytes in {
     b"\x94qr": 10,
     b"(": 40,
@@ -41,7 +41,7 @@ for _codes, _num_bytes in {
     for _code in _codes:
         _COSTS[_code] = _num_bytes
 _ITEM_COSTS: Final = dict.fromkeys(b"su", 50) | dict.fromkeys(b"\x90\x91", 110)
-"""Roughly the memory for each item of a dict or set; other items take less than on the stack."""
+"""Approximate bytes of memory per item of a dict or set; items of others take 8."""
 _MAX_INT_BYTES: Final = 64
 _MAX_KEY_PARTS: Final = 66
 _MAX_ALIKE: Final = 10_000
@@ -92,7 +92,7 @@ class Global(type):
 
 
 PickledNames: TypeAlias = Mapping[str, Global]
-"""Full names, such as ``torch.float32``, to the classes that replace them."""
+"""Full name, such as ``torch.float32`` -> the class that replaces it."""
 
 
 class Record(metaclass=Global):
@@ -174,7 +174,11 @@ class StateDict(dict[object, object]):
 
 
 def record_class(path: str, name: str = "") -> Global:
-    """Return a class of records, called by its path or by a shorter name."""
+    """Return a class of records, called by its path or by a shorter name.
+
+    >>> record_class("torch.device", "device")("cpu").args
+    ('cpu',)
+    """
     return Global(name or path, (Record,), {"path": path})
 
 
@@ -184,14 +188,14 @@ def foreign_class(path: str) -> Global:
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
-    """Return a class whose calls are those of a function, which may raise `ValueError`."""
+    """Return a class that calls a function instead; the function may raise `ValueError`."""
 
     def make(_: type, *args: object) -> object:
         try:
             return function(*args)
         except UnsupportedError as error:
-            raise RefusedError(f"holds what is not read: {error}") from None
-        except (TypeError, UnicodeError):  # in Python's own words
+            raise RefusedError(f"contains an unsupported value: {error}") from None
+        except (TypeError, UnicodeError):  # in messages of Python itself
             problem = ""
         except ValueError as error:
             problem = f": {error}"
@@ -251,7 +255,7 @@ class _Unpickler:
         try:
             return self._persistent(pid)
         except UnsupportedError as error:
-            raise RefusedError(f"holds what is not read: {error}") from None
+            raise RefusedError(f"contains an unsupported value: {error}") from None
         except ValueError as error:
             raise RefusedError(f"refers to something outside of itself: {error}") from None
 
@@ -307,7 +311,7 @@ class _Unpickler:
         sizes, costs = _ARGUMENT_BYTES, _COSTS
         room = self._room_bytes
         at = 2
-        # What reaches past the end meets no further instruction. Most frequent ones come first.
+        # After an argument past the end, `data[at]` fails. Frequent instructions come first.
         while room >= 0:
             code = data[at]
             at += 1
@@ -429,12 +433,15 @@ def unpickle(
     foreign: bool = False,
     room_per_byte: int = 0,
 ) -> object:
-    """Return the value of a pickle, with its names replaced by the classes in `names`.
+    r"""Return the value of a pickle, with its names replaced by the classes in `names`.
 
     `path` and `what` (``"metadata"``) are for errors. `persistent` resolves references to objects
     outside the pickle. Names that are not listed become `Foreign` objects if `foreign` is set, and
     are refused otherwise. The memory limit of the values is `room_per_byte` per byte, or a fixed
     amount if that is larger. Raises PickleError if the pickle is refused or damaged.
+
+    >>> unpickle(b"\x80\x02]K\x01a.", {}, "a.pt", "pickle")
+    [1]
     """
     try:
         with no_collection():
@@ -444,7 +451,7 @@ def unpickle(
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:
-        problem = "holds text that is not UTF-8; it is damaged"
+        problem = "contains text that is not UTF-8; it is damaged"
     except _ODD:
         problem = _DAMAGED
     raise PickleError(f"{path}: the {what} {problem}")

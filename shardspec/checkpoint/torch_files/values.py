@@ -46,9 +46,9 @@ class Placed(NamedTuple):
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one per mesh axis
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
-    """Per dim the axes that shard it, major first; None if not recorded."""
+    """(Dim, axes that shard it, major first) of each sharded dim; None if not recorded."""
     saver: int | None = None
-    """The rank that saved it, if it is recorded and differs from that of the file."""
+    """Rank that saved it, if recorded and different from that of the file."""
 
 
 class TorchTensor(NamedTuple):
@@ -77,13 +77,13 @@ class TorchTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensor:
-    """A tensor or storage of a kind that is not read."""
+    """A tensor or storage of an unsupported kind."""
 
     why: str
     looks: tuple[object, ...] = ()
-    """Its sizes, strides and the like, to compare it with others."""
+    """Sizes, strides and other members, for comparisons."""
     storage: tuple[str, str] | None = None
-    """The key and kind of its storage."""
+    """Key and kind of its storage."""
 
 
 class Complex(str):
@@ -96,13 +96,17 @@ class TensorPlace(NamedTuple):
     """The place of a tensor's bytes in its file: the last fields of a `StoredBox`."""
 
     offset: int
-    digest: Digest | None  # of the whole storage, where torch took it
+    digest: Digest | None  # of its storage; None if torch computed none
     strides: tuple[int, ...] | None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return True if elements are contiguous; strides of dims of size 1 do not matter."""
+    """Return True if elements are contiguous; strides of dims of size 1 do not matter.
+
+    >>> row_major((2, 3), (3, 1)), row_major((2, 3), (1, 2)), row_major((1, 3), (9, 1))
+    (True, False, True)
+    """
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
@@ -147,7 +151,11 @@ def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
 
 
 def sizes_of(value: object = ()) -> tuple[int, ...]:
-    """Return sizes as a tuple; raises ValueError for anything but whole numbers from 0."""
+    """Return sizes as a tuple; raises ValueError for anything but whole numbers from 0.
+
+    >>> sizes_of([2, 3])
+    (2, 3)
+    """
     if isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMS:
         for size in value:
             if type(size) is not int or not 0 <= size <= _MAX_SIZE:
@@ -189,7 +197,7 @@ def _rebuild(
     if isinstance(metadata, dict):
         lazily = tuple(str(key)[:20] for key, holds in metadata.items() if holds)
     elif metadata:
-        raise ValueError("a view states only whether it conjugates or negates")
+        raise ValueError("a view may only conjugate or negate")
     looks = (sizes, steps, start, lazily)
     if isinstance(storage, UnreadTensor):
         return replace(storage, looks=(*storage.looks, *looks))
@@ -231,7 +239,7 @@ def _dict(*args: object) -> StateDict:
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
-    """Return the bytes of a text: protocol 2 writes them so, a character for each byte."""
+    """Return the bytes of a latin1 text: protocol 2 has no instruction for bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written as text in latin1")
     return text.encode("latin1")
@@ -294,7 +302,7 @@ _DTENSOR_HOMES: Final = (
     *("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"),
     *("torch.distributed.tensor._dtensor_spec", "torch.distributed._tensor._dtensor_spec"),
 )
-"""The modules in which versions of torch have the parts of DTensors."""
+"""Modules of DTensor and its members, in several versions of torch."""
 
 
 def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[str]:

@@ -59,10 +59,13 @@ class Pairs(NamedTuple):
 
 
 def pickled(value: object) -> bytes:
-    """Return a value as a pickle of protocol 2, which torch's files have.
+    """Return a value as a pickle of protocol 2, as in files of torch.
 
     It may be None, a number, text, bytes, one of the values above, or a tuple, list or dict of
     these. Raises `CheckpointError` for anything else.
+
+    >>> pickle.loads(pickled({"step": [1, None]}))
+    {'step': [1, None]}
     """
     out = BytesIO()
     pickle_into(value, out.write)
@@ -84,9 +87,7 @@ def pickle_into(value: object, out: Callable[[bytes], object]) -> None:  # a cas
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     value = int(value) if isinstance(value, int) else float(value)
                 if isinstance(value, int) and value.bit_length() >= 8 * 255:
-                    raise CheckpointError(
-                        "a whole number of more than 255 bytes cannot be carried along"
-                    )
+                    raise CheckpointError("a whole number of more than 255 bytes cannot be written")
                 # Without the protocol and the end.
                 out(pickle.dumps(value, 2)[2:-1])
             case str() | Name() if not isinstance(value, Complex):
@@ -135,7 +136,7 @@ def pickle_into(value: object, out: Callable[[bytes], object]) -> None:  # a cas
                 put(Pairs(value.items()))
             case _:
                 raise CheckpointError(
-                    f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
+                    f"{value!r:.60} is a {type(value).__name__}, which cannot be written"
                 )
 
     out(b"\x80\x02")
@@ -152,7 +153,7 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise CheckpointError(
-            f"{text!r:.60} holds {text[error.start]!r}, which UTF-8 cannot express; rename it"
+            f"{text!r:.60} contains {text[error.start]!r}, which UTF-8 cannot express; rename it"
         ) from None
 
 
@@ -262,7 +263,7 @@ class Archive:
 
     @property
     def places(self) -> list[int]:
-        """The positions of the bytes of each tensor in the file."""
+        """Positions of the bytes of each tensor in the file."""
         return [start for _, start, _ in self._gaps]
 
     @cached_property
@@ -272,7 +273,7 @@ class Archive:
 
     @cached_property
     def head(self) -> bytes:
-        """The bytes up to the first tensor; all bytes if there is none."""
+        """Bytes before the first tensor; all bytes if there is none."""
         return bytes(self._head) + (b"" if self._gaps else self._directory(()))
 
     def late(self, crcs: Sequence[int]) -> Iterator[RawBytes]:

@@ -21,13 +21,13 @@ from shardspec.errors import CheckpointError
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
 _END_BYTES: Final = 22
 _LOCATOR_BYTES: Final = 20
-_ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES  # what follows the directory, at most
+_ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES  # records after the directory, at most
 _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
 """Bytes of the first read at the end of a file: the directory of a single tensor."""
 _MAX_PICKLE_BYTES: Final = 32 << 20
-"""Some 200,000 tensors, whose bytes are records of their own."""
+"""The pickle of some 200,000 tensors; their bytes are other records."""
 _MAX_DIRECTORY_BYTES: Final = 16 << 20
 """Some 150,000 records; larger ones would fill the memory."""
 _NOT_READ: Final = (
@@ -47,7 +47,7 @@ class TorchRecord(NamedTuple):
 
 
 Directory: TypeAlias = dict[str, tuple[int, int, int, int]]
-"""Names of records, without that of the archive, to number, header, limit and size."""
+"""Name of a record, without that of the archive -> number, header, limit and size."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class TorchZip:
 
     path: StoragePath
     what: str  # its name in errors
-    archive: bytes  # the directory in which all records are
+    archive: bytes  # the directory of all records
     directory: Directory  # files with equal directories may share one object
     crcs: "array[int]"  # of every record by its number
 
@@ -192,7 +192,7 @@ def _checked(
     for number, (info, limit) in enumerate(zip(infos, limits, strict=True)):
         name, size, header = _name(info), info.file_size, at + info.header_offset
         folder, _, inner = name.partition(b"/")
-        # Encoded again, it gives the same bytes, whatever they are.
+        # Encoding the key gives the same bytes, even if they are not UTF-8.
         key = inner.decode("utf-8", "surrogateescape")
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(

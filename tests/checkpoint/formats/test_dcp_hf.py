@@ -148,12 +148,12 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
         else:
             left.append(rank + 1)
     missing = min({1, 2, 3, 4} - set(left))
-    held = f"{ckpt}: holds shards of {len(left)} rank{'s' * (len(left) > 1)}, but "
+    held = f"{ckpt}: has shards of {len(left)} rank{'s' * (len(left) > 1)}, but "
     remedy = (
         f"restore what is missing, or say how many ranks had something to write: ranks={len(left)}"
     )
     assert refused(ckpt, ranks=4) == (
-        f"{held}4 are stated to have written some; shard {missing} is not there; {remedy}"
+        f"{held}4 are expected; shard {missing} is not there; {remedy}"
     )
     if missing < left[-1]:
         assert refused(ckpt) == (
@@ -228,7 +228,7 @@ def test_a_copy_in_place_of_another_shard(copied):
     ckpt = copied("line")
     shutil.copy(ckpt / NAME.format(1, 1, 1), ckpt / NAME.format(4, 1, 1))
     assert refused(ckpt, ranks=4) == (
-        f"tensor 'grid': {ckpt}/{NAME.format(1, 1, 1)} and {ckpt}/{NAME.format(4, 1, 1)} both hold "
+        f"tensor 'grid': {ckpt}/{NAME.format(1, 1, 1)} and {ckpt}/{NAME.format(4, 1, 1)} both have "
         "its box [0:2, 0:7], which torch stores once; one is a copy, restore the right file"
     )
 
@@ -261,12 +261,11 @@ def respoil(ckpt, change, rank=2):
         ),
         (
             lambda s: s.info.pop("even"),
-            "{path}: DCP_SHARDING_INFO says nothing of tensor 'even'; the file was changed, "
-            "restore it",
+            "{path}: DCP_SHARDING_INFO lacks tensor 'even'; the file was changed, restore it",
         ),
         (
             lambda s: s.info.update(other={}),
-            "{path}: DCP_SHARDING_INFO speaks of tensor 'other', which the file does not hold; the "
+            "{path}: DCP_SHARDING_INFO names tensor 'other', which the file lacks; the "
             "file was changed, restore it",
         ),
         (
@@ -325,6 +324,6 @@ def test_other_files_beside_the_shards(copied):
     ckpt = copied("line")
     safetensors.torch.save_file(MODEL, ckpt / "model.safetensors")
     assert refused(ckpt, ranks=4) == (
-        f"{ckpt}: holds shards and other safetensors files; name the file to read, or move the "
+        f"{ckpt}: contains shards and other safetensors files; name the file to read, or move the "
         "shards to another folder, called 'sharded' if the others are merged"
     )

@@ -75,7 +75,7 @@ def moved(metadata, name, **changes):
 
 def chunk_outside(metadata):
     of(metadata, "m.a").size = torch.Size((2, 2))
-    return ".metadata: 'm.a': its chunk [0:2, 0:3] lies outside of shape [2, 2]; the"
+    return ".metadata: 'm.a': its chunk [0:2, 0:3] is outside of shape [2, 2]; the"
 
 
 def chunk_of_other_dims(metadata):
@@ -101,12 +101,12 @@ def no_chunks(metadata):
 
 def chunk_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "m.a")]
-    return ".metadata: 'm.a': no file holds its chunk [0:2, 0:3]; the metadata contradicts"
+    return ".metadata: 'm.a': no file contains its chunk [0:2, 0:3]; the metadata contradicts"
 
 
 def other_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "step")]
-    return ".metadata: 'step': no file holds this entry; the metadata contradicts itself"
+    return ".metadata: 'step': no file contains this entry; the metadata contradicts itself"
 
 
 def negative_offset(metadata):

@@ -128,7 +128,7 @@ def test_swapped_files_are_found(tmp_path):
         ),
         (
             lambda t: t["weight_map"].pop("mask"),
-            "model-00003-of-00003.safetensors: holds tensor 'mask', which "
+            "model-00003-of-00003.safetensors: has tensor 'mask', which "
             "model.safetensors.index.json does not list for it; index and files are not of one "
             "save, restore them",
         ),
@@ -162,7 +162,7 @@ def test_two_indexes_want_a_choice(tmp_path):
 def test_one_name_in_two_files(tmp_path):
     ckpt = write(tmp_path / "ckpt", {"a.safetensors": ["step"], "b.safetensors": ["step"]}, None)
     assert refused(ckpt) == (
-        f"{ckpt}: a.safetensors and b.safetensors both hold tensor 'step', and no index says "
+        f"{ckpt}: a.safetensors and b.safetensors both have tensor 'step', and no index says "
         "which counts; name the file to read, or move the other away"
     )
 
@@ -212,7 +212,7 @@ def test_a_shard_under_a_plain_name(tmp_path):
     path.parent.mkdir()
     safetensors.torch.save_file({"w": torch.ones(2, 3)}, path, metadata)
     assert refused(path.parent) == (
-        f"{path}: holds a shard of tensor 'w' from index [0, 3] on, but is not named as one; "
+        f"{path}: has a shard of tensor 'w' from index [0, 3] on, but is not named as one; "
         "rename it, as shard-00001-model-00001-of-00001.safetensors"
     )
 

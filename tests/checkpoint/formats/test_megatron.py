@@ -151,7 +151,7 @@ def test_rules_of_the_caller(tmp_path):
     assert refused(ckpt, ranks=2, source_rules=rules) == (
         f"{ckpt}/mp_rank_00/model_optim_rng.pt: no rule says how tensor 'b.weight' is cut over "
         'tensor parallel ranks; give one, such as "b.weight" = "[S(tp),R]", or "[R,R]" if '
-        "all hold the same, in source_rules="
+        "all have the same, in source_rules="
     )
 
 

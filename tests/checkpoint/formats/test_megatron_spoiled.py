@@ -53,11 +53,11 @@ def test_files_without_arguments_want_to_be_counted(saved):
     ckpt = saved / "told" / "iter_0000010"
     assert refused(ckpt) == (
         f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
-        "no args), so that files of later ranks may be missing; if there were none, confirm it "
+        "no args), so files of later ranks may be missing; if there were none, confirm it "
         "with ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
-        f"{ckpt}: holds the files of 6 ranks, but 8 are stated to have written some; restore the "
+        f"{ckpt}: contains the files of 6 ranks, but 8 are expected; restore the "
         "others, or correct the number"
     )
     # Whether the first layers are gated is not said either.
@@ -108,7 +108,7 @@ def test_ranks_that_are_not_said(tmp_path, how):
     first, _, last = (path.read_bytes() for path in paths)
     paths[2].write_bytes(first)
     assert refused(ckpt, **OPTIONS) == (
-        f"{paths[2]}: holds just what {paths[0]} does; one is a copy of the other, restore it"
+        f"{paths[2]}: has the tensors of {paths[0]}; one is a copy of the other, restore it"
     )
     paths[0].write_bytes(last)
     found = read_whole(ckpt, **OPTIONS)
@@ -184,11 +184,11 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         ),
         (
             lambda m: m.pop(FC2),
-            f"{{1}}: lacks tensor '{FC2}', which {{0}} holds; the files are not of one save",
+            f"{{1}}: lacks tensor '{FC2}', which {{0}} has; the files are not of one save",
         ),
         (
             lambda m: m.update({"x": m[FC2]}),
-            "{0}: lacks tensor 'x', which {1} holds; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
         ),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         (
             lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),
             "{0}: has no layer decoder.layers.3, but decoder.layers.7; each file counts its "
-            "layers from 0, so that this one was changed, restore it",
+            "layers from 0; this one was changed, restore it",
         ),
         (
             lambda s: setattr(s["args"], "num_layers", 6),
@@ -312,7 +312,7 @@ FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
         ),
         (
             [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
-            "has layers with 1 and with 2 experts, but all have as many; restore the file",
+            "has layers with 1 and with 2 experts, but all have the same number; restore it",
         ),
         (["0.mlp.experts.weight1"], "is of several experts at once, as the old grouped kernels"),
     ],

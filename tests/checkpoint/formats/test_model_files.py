@@ -231,7 +231,7 @@ def test_a_folder_is_one_model(tmp_path, names, chosen):
         save(tmp_path / name, tensors)
     message = refused(tmp_path)
     first, second = sorted(names, key=message.index)
-    assert message.startswith(f"{tmp_path}: holds several models, {first} and {second}; name the ")
+    assert message.startswith(f"{tmp_path}: has several models, {first} and {second}; name the ")
     if chosen is not None:
         chosen = chosen.replace("S", "safetensors")
         assert_same(read_whole(tmp_path / chosen), A if chosen == names[0] else B)
@@ -254,7 +254,7 @@ def test_the_model_that_transformers_reads_has_to_be_named(tmp_path):
         tmp_path / "model.safetensors.index.json", {"a": first.name, "b": second.name}
     )
     alone = save(tmp_path / "model.safetensors", {"c": torch.ones(1)})
-    assert f"holds several models, {alone.name} and {index.name}" in refused(tmp_path)
+    assert f"has several models, {alone.name} and {index.name}" in refused(tmp_path)
     assert_same(read_whole(index), A | B)
     assert_same(read_whole(alone), {"c": torch.ones(1)})
     alone.rename(tmp_path / "consolidated.safetensors")
@@ -271,7 +271,7 @@ def test_bins_are_another_model_than_other_safetensors(tmp_path, other, bins):
     for name, tensors in zip(bins, (A, B), strict=False):
         save(tmp_path / name, tensors)
     save(tmp_path / other, {"c": torch.ones(1)})
-    assert refused(tmp_path).startswith(f"{tmp_path}: holds several models, {bins[0]} and {other};")
+    assert refused(tmp_path).startswith(f"{tmp_path}: has several models, {bins[0]} and {other};")
     assert_same(read_whole(tmp_path / other), {"c": torch.ones(1)})
     (tmp_path / other).rename(tmp_path / "model.safetensors")
     assert_same(read_whole(tmp_path), {"c": torch.ones(1)})
@@ -280,7 +280,7 @@ def test_bins_are_another_model_than_other_safetensors(tmp_path, other, bins):
 def test_two_models_in_bins(tmp_path):
     halves(tmp_path, "pytorch_model-0000N-of-00002.SUFFIX", "bin")
     halves(tmp_path, "ema-0000N-of-00002.SUFFIX", "bin")
-    assert "holds several models, ema-00001-of-00002.bin and pytorch_model-0" in refused(tmp_path)
+    assert "has several models, ema-00001-of-00002.bin and pytorch_model-0" in refused(tmp_path)
     # transformers reads this one, whatever is beside it.
     alone = save(tmp_path / "pytorch_model.bin", {"c": torch.ones(1)})
     assert_same(read_whole(tmp_path), {"c": torch.ones(1)})
@@ -288,7 +288,7 @@ def test_two_models_in_bins(tmp_path):
         tmp_path / "pytorch_model.bin.index.json",
         {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"},
     )
-    assert f"holds several models, {alone.name} and {index.name}" in refused(tmp_path)
+    assert f"has several models, {alone.name} and {index.name}" in refused(tmp_path)
     assert_same(read_whole(index), A | B)
 
 

@@ -246,12 +246,12 @@ def test_a_copy_in_place_of_another_file(ckpt):
         ),
         (
             "shape",
-            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
+            "{3}: rank 3 has a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
             "int64 on dp=2,tp=2 it has [2, 4]; the file contradicts itself",
         ),
         (
             "part",
-            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
+            "{3}: rank 3 has a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
             "int64 on dp=2,tp=2 it has [2, 3]; the file contradicts itself",
         ),
     ],
@@ -338,10 +338,10 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
             "of the two if they should be equal, as plain tensors are on all ranks; if each rank "
             "has a part, save it as a DTensor, and what is its own under a name for each rank",
         ),
-        ({}, "{1}: lacks tensor 'w', which {0} holds; the files are not of one save"),
+        ({}, "{1}: lacks tensor 'w', which {0} has; the files are not of one save"),
         (
             {"w": torch.ones(2), "x": torch.ones(1)},
-            "{0}: lacks tensor 'x', which {1} holds; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
         ),
         (
             {"w": torch.ones(3)},
@@ -353,7 +353,7 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
             "files are not of one save",
         ),
-        ([torch.ones(2)], "{1}: holds a list, not a dict of tensors; save a state dict"),
+        ([torch.ones(2)], "{1}: contains a list, not a dict of tensors; save a state dict"),
         (
             {"w": torch.ones(2), "a": {"b": 1}, "a.b": 2},
             "{1}: two entries have the name 'a.b' once their dicts are joined with dots; rename "

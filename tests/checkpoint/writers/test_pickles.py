@@ -79,9 +79,9 @@ def test_references_to_what_is_outside():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (object(), "is a object, which cannot be carried along"),
-        (1 << 3000, "a whole number of more than 255 bytes cannot be carried along"),
-        ("\ud800", "holds '\\ud800', which UTF-8 cannot express; rename it"),
+        (object(), "is a object, which cannot be written"),
+        (1 << 3000, "a whole number of more than 255 bytes cannot be written"),
+        ("\ud800", "contains '\\ud800', which UTF-8 cannot express; rename it"),
     ],
 )
 def test_what_cannot_be_written(value, problem):
