@@ -80,8 +80,8 @@ class StoredBox(FileBox):
     strides: tuple[int, ...] | None = None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     computed: Computed | None = None
-    """Computes the bytes if no file stores them. Then `path` is the file that most are computed
-    from, and `offset` a position in the computed bytes."""
+    """Source of the bytes if no file stores them. Then `path` is the file that contributes most,
+    and `offset` a position in the computed bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class OpaqueValue:
 
 
 def is_plain_entry(value: object) -> bool:
-    """Return whether a value of `extras` is plain: numbers, texts, bytes, lists and dicts of such.
+    """Return True if a value of `extras` is plain: numbers, text, bytes, or lists and dicts of it.
 
     >>> is_plain_entry({"betas": (0.9, 0.999)}), is_plain_entry([OpaqueValue("a generator")])
     (True, False)
@@ -167,7 +167,11 @@ def is_plain_entry(value: object) -> bool:
 
 
 def opaque_parts(value: object) -> Iterator[OpaqueValue]:
-    """Yield the parts of a value of `extras` that are not plain."""
+    """Yield the parts of a value of `extras` that are not plain.
+
+    >>> [part.text for part in opaque_parts({"step": 1, "rng": [OpaqueValue("a generator")]})]
+    ['a generator']
+    """
     if isinstance(value, OpaqueValue):
         yield value
     elif isinstance(value, dict):
@@ -177,7 +181,13 @@ def opaque_parts(value: object) -> Iterator[OpaqueValue]:
 
 
 def distinct(tensor: Outline[AnyBox]) -> tuple[AnyBox, ...]:
-    """Return the boxes of a tensor without replicas: the first stored copy of each."""
+    """Return the boxes of a tensor without replicas: the first stored copy of each.
+
+    >>> copies = [unsharded_tensor("w", (2,), "int8", storage_path(p), 0).boxes[0] for p in "ab"]
+    >>> tensor = StoredTensor("w", (2,), "int8", None, (), tuple(copies))
+    >>> [str(stored.path) for stored in distinct(tensor)]
+    ['a']
+    """
     first: dict[ReplicaKey, AnyBox] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.box, stored.addend), stored)
@@ -204,7 +214,7 @@ class CheckpointFacts:
     """
 
     snapshot: Snapshot | None = None
-    """State of the files before they were opened; `open_checkpoint` takes it."""
+    """State of the files before they were opened, recorded by `open_checkpoint`."""
     below: tuple[Snapshot, ...] = ()
     """Snapshots of subdirectories with files that an index names."""
     file_metadata: FileMetadata = NO_METADATA
@@ -246,9 +256,9 @@ class Catalog:
 
     def __init__(
         self,
-        format: str,  # as it is called
+        format: str,  # `Format.called`
         directory: StoragePath,
-        tensors: Mapping[str, StoredTensor] | Iterable[str],  # or their names, if looked up
+        tensors: Mapping[str, StoredTensor] | Iterable[str],  # names alone if they are looked up
         files: Iterable[StoragePath],
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
@@ -263,8 +273,8 @@ class Catalog:
         longest = max(map(len, (*self.names, *self._extras)), default=0)
         if longest > _MAX_NAME_CHARS:
             raise CheckpointError(
-                f"{directory}: has a name of {longest} characters, past the {_MAX_NAME_CHARS} that "
-                "are read; rename it and save again"
+                f"{directory}: a name has {longest} characters, more than {_MAX_NAME_CHARS}; "
+                "rename it and save again"
             )
 
     def with_facts(self, facts: CheckpointFacts) -> Self:
@@ -291,7 +301,7 @@ class Catalog:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return what is known about a tensor without reading the files of its boxes."""
+        """Return the outline of a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
@@ -308,7 +318,7 @@ class Catalog:
         """Return a view that does not unpack tensors inside pickled objects."""
         return self
 
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # subclasses override it
         """Return True if digests prove that replicas are equal; reads no more than `outline`."""
         return False
 
@@ -319,9 +329,9 @@ class Catalog:
         """Check the digests of the written tensors, before the output is published."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files, and with `beside` their neighbors, are unchanged since opening.
+        """Check that the files, and those in `beside`, are unchanged since opening.
 
-        To be called after all reads.
+        Call it after all reads.
         """
         files = (*self.files, *beside)
         first, others = self.facts.snapshot, self.facts.below
@@ -335,7 +345,7 @@ class Catalog:
 class DerivedCatalog(Catalog, ABC):
     """A view of another checkpoint that derives each tensor when it is looked up.
 
-    It copies the facts of the other one, except those with names of tensors if names change.
+    It copies the facts of that checkpoint, except those with names of tensors if names change.
     """
 
     def __init__(
@@ -365,7 +375,11 @@ class DerivedCatalog(Catalog, ABC):
 
 
 def box_text(box: Box) -> str:
-    """Write a box as the index that selects it, such as ``[0:2, 3:7]``."""
+    """Return a box as the index that selects it.
+
+    >>> box_text(((0, 2), (3, 7)))
+    '[0:2, 3:7]'
+    """
     return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
 
 
@@ -374,13 +388,21 @@ ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
 
 
 def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
-    """Return the pending reductions of a layout, in the order of its spec."""
+    """Return the pending reductions of a layout, in the order of its spec.
+
+    >>> stored_reductions(Layout(DeviceMesh(range(2), (2,)), "[R|P0]", (4,), "float32"))
+    (StoredReduction(op='sum', addends=2, weights=()),)
+    """
     mesh = layout.mesh
     return tuple(StoredReduction(p.op, mesh.shape[mesh.axis(p.axis)]) for p in layout.spec.partials)
 
 
 def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
-    """Return the nonempty boxes of a device; several if the spec has parts."""
+    """Return the nonempty boxes of a device; several if the spec has parts.
+
+    >>> replica_keys(Layout(DeviceMesh(range(2), (2,)), "[S0]", (4,), "int8"), 1)
+    ((((2, 4),), ()),)
+    """
     at = layout.mesh.coordinates(physical_id)
     addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
     if layout.spec.is_plain:
@@ -393,7 +415,11 @@ def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
 
 @lru_cache(32)
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return every nonempty box and the devices that store it, in the order of the mesh."""
+    """Return every nonempty box and the devices that store it, in the order of the mesh.
+
+    >>> replica_holders(Layout(DeviceMesh(range(4), (2, 2)), "[S0]", (4,), "int8"))
+    {(((0, 2),), ()): (0, 1), (((2, 4),), ()): (2, 3)}
+    """
     holders: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         for part in replica_keys(layout, physical_id):
@@ -403,12 +429,20 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box of the full tensor."""
+    """Return the box of the full tensor.
+
+    >>> whole_box((4, 3))
+    ((0, 4), (0, 3))
+    """
     return tuple((0, size) for size in shape)
 
 
 def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
-    """Return the bytes from one element of a row-major box to the next along each dim."""
+    """Return the bytes from one element of a row-major box to the next along each dim.
+
+    >>> row_major_strides((4, 3), 2)
+    (6, 2)
+    """
     return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -422,13 +456,17 @@ def unsharded_tensor(
     strides: tuple[int, ...] | None = None,
     rank: int = 0,
 ) -> StoredTensor:
-    """Return a tensor that is stored as one box; see `StoredBox`."""
+    """Return a tensor that is stored as one box; see `StoredBox`.
+
+    >>> unsharded_tensor("w", (4, 3), "int8", storage_path("model"), 64).boxes[0].offset
+    64
+    """
     box = StoredBox(whole_box(shape), (), rank, path, offset, digest, strides)
     boxes = () if 0 in shape else (box,)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 
-# --- of an output: a format says what goes where; all formats are written alike
+# --- outputs: a format lays out the files, and one writer serves all formats
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -438,7 +476,7 @@ class BoxEntry(NamedTuple):
 
     tensor: str
     box: Box  # never empty
-    addend: tuple[int, ...]  # of pending reductions: an index per axis, in the order of the spec
+    addend: tuple[int, ...]  # index of the addend in each pending reduction
     crc32: int | None = None
 
 
@@ -446,16 +484,19 @@ def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape under which a file stores boxes of one tensor, one after the other.
 
     A single box keeps its shape. Several boxes (parts of one shard) are stored as a flat array.
+
+    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 6), (0, 3))])
+    ((2, 3), (12,))
     """
     return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
 
 
 _shape = lru_cache(1024)(box_shape)
-"""One object for equal boxes."""
+"""Shape of a box; equal boxes share one object."""
 
 
 class FileEntry(NamedTuple):
-    """One file of a rank; boxes of one tensor follow each other, as their bytes do."""
+    """One file of a rank; the boxes of one tensor are adjacent, in the order of their bytes."""
 
     name: str
     rank: int
@@ -495,7 +536,7 @@ class RawBytes(NamedTuple):
 
     offset: int
     data: bytes | Callable[[], bytes]
-    """The bytes, or a function that makes them at the time of writing."""
+    """Bytes, or a function that makes them at the time of writing."""
 
     def made(self) -> bytes:
         """Return the bytes."""
@@ -503,16 +544,16 @@ class RawBytes(NamedTuple):
 
 
 Trailer: TypeAlias = Callable[[Sequence[int]], Iterable[RawBytes]]
-"""Returns the bytes of a file that depend on the CRC-32 of its extents, in ascending order.
+"""Function from the CRC-32 of each extent to the bytes that depend on them, in ascending order.
 
-It is given a list that is filled meanwhile: bytes that follow an extent may be made from the CRC-32
-of the extents before them."""
+The list is filled while the file is written: the bytes after an extent may depend on the CRC-32 of
+all extents before them."""
 
 
 class OutputFile(NamedTuple):
     """A file to be written; raw bytes and extents are in ascending order."""
 
-    name: str  # relative to the output, with slashes; that of the output if it is one file
+    name: str  # relative to the output, with slashes; the output's own name if it is one file
     num_bytes: int
     raw: Sequence[RawBytes]
     extents: Sequence[Extent]
@@ -525,7 +566,7 @@ class OutputFile(NamedTuple):
 
 
 def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> list[RawBytes]:
-    """Return bytes of another file, to be written at `offset`; they are read by then."""
+    """Return a range of another file, to be written at `offset`; it is read at that time."""
 
     def piece(at: int) -> bytes:
         with path.open() as file:
@@ -535,22 +576,22 @@ def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> 
 
 
 def copied_file(path: StoragePath, name: str) -> OutputFile:
-    """Return a file with the content of another one, which is read while this one is written."""
+    """Return a copy of a file; the original is read while the copy is written."""
     with path.open() as file:
         size = file.num_bytes
     return OutputFile(name, size, copied_bytes(path, 0, size, 0), ())
 
 
 Write: TypeAlias = Callable[[bytes], object]
-"""Appends to a file."""
+"""Function that appends to a file."""
 
 
 class Listing(NamedTuple):
-    """The file that lists the others of an output; written last."""
+    """The index file of an output, written last."""
 
     name: str
     fill: Callable[[Mapping[str, Sequence[int]], Write], object]
-    """Writes it piece by piece, given the CRC-32 of every extent by file."""
+    """Function that writes it piece by piece; takes the CRC-32 of every extent, by file."""
 
 
 class Carried(NamedTuple):
@@ -572,13 +613,13 @@ class Target(NamedTuple):
     tensors: Sequence[OutputTensor]
     """All tensors of the output; empty ones may be in no file."""
     listing: Listing | None = None
-    digested: bool = False  # whether the format needs the CRC-32 of every extent
-    carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
-    sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
-    beside: tuple[StoragePath, ...] = ()  # those of them that were there when it was opened
-    not_copied: tuple[str, ...] = ()  # names of what stays behind
+    digested: bool = False  # True if the format needs the CRC-32 of every extent
+    carried: frozenset[str] = frozenset()  # names of the copied entries of `extras`
+    sidecars: tuple[str, ...] = ()  # names of the copied non-weight files
+    beside: tuple[StoragePath, ...] = ()  # sidecars that existed when the source was opened
+    not_copied: tuple[str, ...] = ()  # names of the files that are not copied
     sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
+    """Tensor to its rule (empty if none matches) and its spec, if the output is for a mesh."""
     same: Mapping[str, str] = MappingProxyType({})
     """Tied tensor to the tensor whose bytes it shares; they are written once."""
 
@@ -591,12 +632,11 @@ class Target(NamedTuple):
 def assign_boxes(
     mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
 ) -> dict[int, list[BoxEntry]]:
-    """Choose the device that stores each box, among those that hold it.
+    """Return the boxes that each device stores, by tensor name; replicas are stored once.
 
     Every rank computes the same answer. Boxes with a single holder come first, then the others from
-    the largest down: each for the holder with the fewest bytes so far, or without `spread` for the
-    first.
-    Returns for every device its boxes, by tensor name.
+    the largest down: each goes to the holder with the fewest bytes so far, or without `spread` to
+    the first one.
 
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
@@ -606,8 +646,8 @@ def assign_boxes(
     parts_of = lru_cache(None)(replica_holders)
     load = dict.fromkeys(mesh.ids, 0)
     names = sorted(tensors)
-    shared: list[tuple[int, ...]] = []  # the holders of every box that has several
-    sizes = array("q")  # its bytes
+    shared: list[tuple[int, ...]] = []  # the holders of each replicated box
+    sizes = array("q")  # the bytes of each
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():

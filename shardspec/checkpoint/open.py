@@ -62,7 +62,7 @@ _NOT_READ: Final = (
 
 
 class _Place(NamedTuple):
-    """A checkpoint that is not open yet."""
+    """A checkpoint that was found and is not open yet."""
 
     place: StoragePath
     home: StoragePath
@@ -85,7 +85,14 @@ def open_checkpoint(
     Some formats do not record the sharding. For these, `ranks` is the number of ranks that wrote
     files, and `source_rules` maps name patterns to specs, or is the path of a TOML file of rules
     (`shardspec.checkpoint.formats.cut_rules`). Raises `CheckpointError` if the checkpoint is
-    missing, unfinished or inconsistent, or if it records itself what the caller passes.
+    missing, unfinished or inconsistent, or if the format needs none of these options.
+
+    >>> import tempfile, torch
+    >>> from shardspec import save_sharded
+    >>> path = tempfile.mkdtemp()
+    >>> save_sharded({"w": torch.ones(2, 3)}, path)
+    >>> open_checkpoint(path).tensor("w").shape
+    (2, 3)
     """
     return open_checkpoints((path,), ranks=ranks, source_rules=source_rules)[0]
 
@@ -138,9 +145,9 @@ def _reported(place: StoragePath) -> Iterator[None]:
 
 
 def _find(place: StoragePath, named: Newest | None = None, run: Format | None = None) -> _Place:
-    """Return the checkpoint at a path; `named` says that it is the newest one of a `run`."""
+    """Return the checkpoint at a path; with `named`, the newest one of a `run`."""
     if "\0" in str(place):
-        raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
+        raise CheckpointError(f"{str(place)!r}: a path cannot contain a NUL; check it")
     try:
         names = place.names()
     except NotADirectoryError:
@@ -169,7 +176,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
 
 
 def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
-    """Return the checkpoint in a directory of a format, which may be that of a run."""
+    """Return the checkpoint in a directory, which may be that of a run with several."""
     newest = None if format.newest is None else format.newest(place, names)
     if newest is None:
         return _Place(place, place, format)
@@ -192,7 +199,7 @@ def _find_file(place: StoragePath) -> _Place:
                 siblings = directory.names()
                 return _find_in(directory, siblings, format)
         for format in asked():
-            # The name says more than how a file begins: many formats use zips.
+            # The name goes before the first bytes: many formats are zips.
             if place.name.endswith(format.extensions) and format.reads_file(start):
                 return _alone(place, format)
     if not start.head:
@@ -207,15 +214,15 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint that consists of a file, or of it and others beside it."""
+    """Return the checkpoint in a file, or in it and others beside it."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
 def _nearby(place: StoragePath, names: Sequence[str]) -> str:
-    """Return the checkpoints below a directory, or the files in it that could be one."""
+    """Return an error that names checkpoints below a directory, or files of torch in it."""
     start = "is not a checkpoint itself, but there"
     level = [place]
-    # In a store every look would be a request.
+    # In an object store, each directory would cost a request.
     for _ in range(0 if place.requests else _DEPTH):
         below = (at / name for at in level for name in _names(at) if not name.startswith("."))
         level = list(islice((path for path in below if path.is_dir()), _MOST_DIRECTORIES))
@@ -235,7 +242,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _names(directory: StoragePath) -> list[str]:
-    """Return the names in a directory; step-9 comes before step-10."""
+    """Return the names in a directory in natural order: step-9 before step-10."""
     try:
         return natural_order(directory.names())
     except OSError:
@@ -243,7 +250,7 @@ def _names(directory: StoragePath) -> list[str]:
 
 
 def _not_read(names: Sequence[str]) -> str | None:
-    """Return the unsupported format of a directory with these names, or of a file, and a remedy."""
+    """Return an error that names the unsupported format of files; None if they have none."""
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in names):
             return f"is of {kind}, which is not read; {remedy}"

@@ -151,9 +151,9 @@ def failed(rank: int, note: Note) -> CommunicatorError:
     )
 
 
-def _difference(first: int, mine: Note, other: int, note: Note) -> str:
+def _difference(first: int, mine: Note, peer: int, note: Note) -> str:
     if mine.kind != "conversion" or note.kind != mine.kind or note.content == mine.content:
-        return f"rank {other} {note}, but rank {first} {mine}"
+        return f"rank {peer} {note}, but rank {first} {mine}"
     own_words, other_words = json.loads(mine.content), json.loads(note.content)
     differing = "; ".join(
         f"{name} {other_words.get(name)} where rank {first} has {word}"
@@ -161,7 +161,7 @@ def _difference(first: int, mine: Note, other: int, note: Note) -> str:
         if name != "digest" and word != other_words.get(name)
     )
     return (
-        f"rank {other} asks for another conversion than rank {first}: "
+        f"rank {peer} asks for another conversion than rank {first}: "
         f"{differing or 'they differ in a part too long to show'}; rank {first} {mine}, rank "
-        f"{other} {note}"
+        f"{peer} {note}"
     )

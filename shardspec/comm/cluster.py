@@ -81,10 +81,10 @@ class Cluster:
 
     def by_host(self, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Return the devices of every host, in the order of `devices`."""
-        found: dict[int, list[int]] = defaultdict(list)
+        hosts: dict[int, list[int]] = defaultdict(list)
         for device in devices:
-            found[self.host(device)].append(device)
-        return {host: tuple(ids) for host, ids in found.items()}
+            hosts[self.host(device)].append(device)
+        return {host: tuple(ids) for host, ids in hosts.items()}
 
     def crosses(self, a: int, b: int) -> bool:
         """Return True if two devices are on different hosts."""
@@ -218,13 +218,13 @@ def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
     clusters = list(dict.fromkeys(cluster for cluster, _ in parts))
     if len(clusters) == 1 and (clusters[0].per_node or not clusters[0].hosts):
         return clusters[0]
-    for (one, ids), (other, others) in combinations(parts, 2):
-        shared = [device for device in ids if device in set(others)]
-        pairs = {(one.host(device), other.host(device)): device for device in shared}
+    for (cluster_a, ids), (cluster_b, ids_b) in combinations(parts, 2):
+        shared = [device for device in ids if device in set(ids_b)]
+        pairs = {(cluster_a.host(device), cluster_b.host(device)): device for device in shared}
         for side in (0, 1):
-            seen: dict[int, int] = {}
+            device_of: dict[int, int] = {}
             for pair, device in pairs.items():
-                if (first := seen.setdefault(pair[side], device)) != device:
+                if (first := device_of.setdefault(pair[side], device)) != device:
                     raise MeshError(
                         f"devices {first} and {device} share a host by the links of one mesh and "
                         "not by those of another; give links= for both"

@@ -121,7 +121,7 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     if (root["format"], root["version"]) != (LINKS_FORMAT, 1):
         raise ProfileError(f"format is {shown(root['format'])}, version {shown(root['version'])}")
     if unknown := set(root) - {*_KEYS, "format", "version", "inside", "about"}:
-        raise ProfileError(f"it has {shown(min(unknown))}, which is no word of such a file")
+        raise ProfileError(f"it has the unknown key {shown(min(unknown))}")
     room, memory = root.get("per_node"), root.get("memory_gb_per_s")
     if room is not None and (whole_number(room) or 0) < 1:
         raise ProfileError(f"per_node is {shown(room)}; give a whole number from 1")
@@ -166,7 +166,7 @@ def link_of_record(record: Mapping[str, Any], name: str, port: Any = None) -> Li
 
 def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
     kind, lines = record["collective"], record["lines"]
-    devices, nodes, *ends = (
+    devices, nodes, *size_range = (
         whole_number(value)
         for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
@@ -174,10 +174,10 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
         raise ProfileError(f"collective {shown(kind)} with {len(lines)} lines: give {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
         raise ProfileError(f"{kind} of {shown(record['devices'])} devices on {shown(nodes)} nodes")
-    if len(ends) != 2 or None in ends:
-        raise ProfileError(f"sizes of {kind} are {shown(ends)}; give two numbers of bytes")
+    if len(size_range) != 2 or None in size_range:
+        raise ProfileError(f"sizes of {kind} are {shown(size_range)}; give two numbers of bytes")
     plain = tuple((_scaled("lines", a, 1e6), _scaled("lines", b, 1e12)) for a, b in lines)
-    return Curve(kind, devices, plain, (ends[0] or 0, ends[1] or 0), nodes)
+    return Curve(kind, devices, plain, (size_range[0] or 0, size_range[1] or 0), nodes)
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
@@ -212,15 +212,15 @@ def _record(link: Link) -> dict[str, Any]:
     sizes = {curve.sizes for curve in link.curves}
     if len(sizes) == 1:
         record["sizes"] = list(*sizes)
-    curves = [_curve_record(curve, alike=len(sizes) == 1) for curve in link.curves]
+    curves = [_curve_record(curve, same_sizes=len(sizes) == 1) for curve in link.curves]
     return record | {"curves": curves}
 
 
-def _curve_record(curve: Curve, *, alike: bool) -> dict[str, object]:
+def _curve_record(curve: Curve, *, same_sizes: bool) -> dict[str, object]:
     lines = [[_short(fixed * 1e6), _short(slope * 1e12)] for fixed, slope in curve.lines]
     record: dict[str, object] = {"collective": curve.kind, "devices": curve.devices}
     record |= {"nodes": curve.nodes} if curve.nodes > 1 else {}
-    return record | {"lines": lines} | ({} if alike else {"sizes": list(curve.sizes)})
+    return record | {"lines": lines} | ({} if same_sizes else {"sizes": list(curve.sizes)})
 
 
 def _short(number: float) -> float:

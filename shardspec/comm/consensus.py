@@ -39,17 +39,17 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     """
     if not communicator.addressable:
         return act()
-    done: list[T] = []
+    results: list[T] = []
     failure = cause = None
     try:
-        done.append(act())
+        results.append(act())
     except Exception as error:  # or the other ranks would wait for this one
         cause = error
         kind = OutputExistsError if isinstance(error, OutputExistsError) else CheckpointError
         failure = Failure(kind, failure_text(error))
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
     raise_first(failures, cause)
-    return done[0]
+    return results[0]
 
 
 def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None) -> None:
@@ -78,11 +78,11 @@ def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str
         return
     # The long lists are sent only after digests differ.
     every = communicator.gather(dict.fromkeys(ranks, facts))
-    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    differ = dict(every[first].items() ^ every[other].items())
-    key = next(name for name in {**every[first], **every[other]} if name in differ)
+    first, second = next((i, j) for i in every for j in every if every[i] != every[j])
+    differ = dict(every[first].items() ^ every[second].items())
+    key = next(name for name in {**every[first], **every[second]} if name in differ)
     has = []
-    for rank in (first, other):
+    for rank in (first, second):
         text = every[rank].get(key, f"no such {key.split()[0]}")
         has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
     raise on_all_ranks(CheckpointError(f"{key}: {' but '.join(has)}; {remedy}"))

@@ -29,8 +29,8 @@ from shardspec.comm.curves import (
     Curve,
     Line,
     Link,
+    bytes_ratio,
     share,
-    whole,
 )
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
@@ -295,8 +295,8 @@ class CostModel:
             grown, far = per_node / n, (n - per_node) / n * beta
         else:
             # One ring through all devices; the devices of a node forward it together.
-            received = share(kind, n) * whole(kind, n)
-            grown = float(received / share(kind, per_node) / whole(kind, per_node))
+            received = share(kind, n) * bytes_ratio(kind, n)
+            grown = float(received / share(kind, per_node) / bytes_ratio(kind, per_node))
             far = float(received) * beta / per_node
         return tuple((fixed + latency, max(slope * grown, far)) for fixed, slope in lines)
 
@@ -312,7 +312,7 @@ class CostModel:
                 per_byte += peers / n * max(_per_byte(self, link) for link, _ in differing)
             return start + fixed, per_byte
         messages = (2 if kind == "all-reduce" else 1) * (n - 1)
-        received = share(kind, n) * whole(kind, n)
+        received = share(kind, n) * bytes_ratio(kind, n)
         if self.link_model == "shared-bus":
             received *= prod(self.mesh_shape)
         alpha = max(link.latency_s for link, _ in tier)
@@ -332,11 +332,11 @@ def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
     inside, across = model._tiers(axes)
     links = [link for link, _ in across or inside]
     if kind is None:
-        wanted = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
+        routed_kind = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
         nodes, count = prod(n for _, n in across), model._count(axes)
         known = links and all(
             any(
-                curve.kind == wanted
+                curve.kind == routed_kind
                 and curve.nodes == nodes
                 and (curve.devices == count or (nodes == 1 and curve.devices > count))
                 for curve in link.curves
@@ -348,7 +348,7 @@ def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
     if curve is None:
         return None
     least, most = curve.sizes
-    return links[0] if least <= num_bytes * whole(kind, curve.devices) <= most else None
+    return links[0] if least <= num_bytes * bytes_ratio(kind, curve.devices) <= most else None
 
 
 def slowest_costs(model: CostModel, axes: Iterable[int]) -> tuple[float, float]:
@@ -455,8 +455,8 @@ def cluster_of(meshes: Sequence[DeviceMesh], links: Links | None = None) -> Clus
     >>> cluster.crosses(0, 7), cluster.crosses(7, 8), cluster.per_node
     (False, True, 8)
     """
-    stated = {links if links is not None else mesh.links for mesh in meshes}
-    only = next(iter(stated), None) if len(stated) == 1 else None
+    declared = {links if links is not None else mesh.links for mesh in meshes}
+    only = next(iter(declared), None) if len(declared) == 1 else None
     if isinstance(only, Cluster):  # hosts may cut the axes of a mesh unevenly
         return only
     cluster = next(iter(models_on(meshes, links).values())).cluster
@@ -472,29 +472,29 @@ def _hashable(links: Links | None) -> str | tuple[str, ...] | Cluster | None:
 def _models_of(
     meshes: tuple[DeviceMesh, ...], links: str | tuple[str, ...] | Cluster | None
 ) -> tuple[tuple[DeviceMesh, CostModel], ...]:
-    said: dict[DeviceMesh, CostModel] = {}
-    stated = {mesh: links if links is not None else mesh.links for mesh in meshes}
-    whole = [each for each in stated.values() if isinstance(each, str | Cluster)]
-    axes = [mesh for mesh in meshes if stated[mesh] is None and mesh.mesh_alpha is not None]
+    models: dict[DeviceMesh, CostModel] = {}
+    declared = {mesh: links if links is not None else mesh.links for mesh in meshes}
+    uniform = next((each for each in declared.values() if isinstance(each, str | Cluster)), None)
+    axes = [mesh for mesh in meshes if declared[mesh] is None and mesh.mesh_alpha is not None]
     own = [tuple(map(Link, mesh.mesh_alpha or (), mesh.mesh_beta or ())) for mesh in axes]
     rings = [(m, each) for m, each in zip(axes, own, strict=True) if m.link_model == "ring"]
     shared = cluster_of_axes(*zip(*rings, strict=True)) if rings else None
     for mesh, of_mesh in zip(axes, own, strict=True):
         cluster = shared if mesh.link_model == "ring" else Cluster(slowest_link(of_mesh, "bus"))
-        said[mesh] = CostModel(mesh.shape, of_mesh, mesh.link_model, cluster=cluster)
+        models[mesh] = CostModel(mesh.shape, of_mesh, mesh.link_model, cluster=cluster)
     for mesh in meshes:
-        each = stated[mesh]
+        each = declared[mesh]
         if isinstance(each, tuple) and len(each) in (1, mesh.ndim):
-            said[mesh] = CostModel.from_presets(mesh, each)
+            models[mesh] = CostModel.from_presets(mesh, each)
         elif isinstance(each, tuple):
             raise MeshError(
                 f"{len(each)} links for the {mesh.ndim} axes of mesh {mesh}; give one per axis"
             )
-        elif mesh not in said:
-            said[mesh] = _on_cluster(mesh, each if each is not None else next(iter(whole), None))
-    clusters = [(model.cluster, mesh.ids) for mesh, model in said.items() if model.cluster]
+        elif mesh not in models:
+            models[mesh] = _on_cluster(mesh, each if each is not None else uniform)
+    clusters = [(model.cluster, mesh.ids) for mesh, model in models.items() if model.cluster]
     cluster = joined_clusters(clusters)
-    return tuple((mesh, replace(said[mesh], cluster=cluster)) for mesh in meshes)
+    return tuple((mesh, replace(models[mesh], cluster=cluster)) for mesh in meshes)
 
 
 def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:

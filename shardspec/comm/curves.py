@@ -53,7 +53,7 @@ class Curve:
 
     def lines_by_shard(self) -> tuple[Line, ...]:
         """Return the lines as functions of the bytes of a shard before the step."""
-        factor = whole(self.kind, self.devices)
+        factor = bytes_ratio(self.kind, self.devices)
         return tuple((fixed, slope * factor) for fixed, slope in self.lines)
 
 
@@ -155,7 +155,7 @@ def share(kind: str, devices: int) -> Fraction:
     return Fraction((2 if kind == "all-reduce" else 1) * (devices - 1), devices)
 
 
-def whole(kind: str, devices: int) -> int:
+def bytes_ratio(kind: str, devices: int) -> int:
     """Return the bytes of the whole buffer per byte of a shard before the step."""
     return devices if kind == "all-gather" else 1
 
@@ -261,4 +261,4 @@ def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int
     """
     assert not isinstance(step, steps.Permute | steps.Exchange), "counted from both layouts"
     n, kind = prod(mesh_shape[axis] for axis in step.axes), kind_of(step)
-    return 0 if kind is None else ceil(num_bytes * share(kind, n) * whole(kind, n))
+    return 0 if kind is None else ceil(num_bytes * share(kind, n) * bytes_ratio(kind, n))

@@ -77,12 +77,12 @@ def _stage(
         return stage(
             target={0: result},
             target_region=lambda copy, strides, _: _within(copy.box, transfers.after, strides),
-            waves=partial(_moves, transfers, shard, result),
+            waves=partial(_copy_waves, transfers, shard, result),
         )
     return stage(
         target=addends,
         target_region=lambda copy, strides, _: (box_shape(copy.box), strides, 0),
-        waves=partial(_reductions, transfers, shard, result, op, addends),
+        waves=partial(_reduction_waves, transfers, shard, result, op, addends),
         is_combined=True,
     )
 
@@ -95,7 +95,7 @@ def _within(
     return box_shape(box), steps, sum((lo - start) * step for (lo, _), (start, _), step in starts)
 
 
-def _moves(
+def _copy_waves(
     transfers: DeviceTransfers, shard: torch.Tensor, result: torch.Tensor, most_bytes: int | None
 ) -> Iterator[Wave]:
     for sends, receives in _rounds(transfers, shard.itemsize, most_bytes):
@@ -104,7 +104,7 @@ def _moves(
         yield Wave(_grouped(sends, _RECEIVER), _grouped(receives, _SENDER))
 
 
-def _reductions(
+def _reduction_waves(
     transfers: DeviceTransfers,
     shard: torch.Tensor,
     result: torch.Tensor,

@@ -183,9 +183,9 @@ class Notes:
         self._refused.append((mine._replace(kind="failed", content=content), peers))
         self._send_refused()
 
-    def fail_for(self, error: BaseException, mine: Note, others: Iterable[Note]) -> None:
+    def fail_for(self, error: BaseException, mine: Note, notes: Iterable[Note]) -> None:
         """Send an error to ranks that wait for this one in another mesh than that of `mine`."""
-        waiting = {rank for note in others if self.rank in note.ranks for rank in note.ranks}
+        waiting = {rank for note in notes if self.rank in note.ranks for rank in note.ranks}
         if waiting - mine.ranks:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
@@ -264,16 +264,16 @@ class Notes:
         """Stop this rank from converting; return the errors of others, to be quoted."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
-        end, said = time.monotonic() + _PATIENCE_S, dict[int, str]()
+        end, states = time.monotonic() + _PATIENCE_S, dict[int, str]()
         with suppress(RuntimeError):
             while True:
                 for peer in peers:
                     key = f"shardspec/{peer}"
                     if job_store().check([key]):
-                        failed, said[peer] = json.loads(job_store().get(key))
+                        failed, states[peer] = json.loads(job_store().get(key))
                         if failed:
-                            return f"; rank {peer} {said[peer]}"
+                            return f"; rank {peer} {states[peer]}"
                 if time.monotonic() > end:
                     break
                 time.sleep(_PATIENCE_S / 50)
-        return "".join(f"; rank {peer} {words}" for peer, words in [*said.items()][:2])
+        return "".join(f"; rank {peer} {words}" for peer, words in [*states.items()][:2])

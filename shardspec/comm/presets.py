@@ -106,10 +106,10 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
     else:
         joining = joining or link_between(first)
         cluster = Cluster(near, joining, room if joining else None)
-        found = cluster.axis_links(part)
-        if found is None or (joining is None and part.size() > room):
+        axis_links = cluster.axis_links(part)
+        if axis_links is None or (joining is None and part.size() > room):
             raise _unknown_hosts(mesh, first)
-        for axis, link in zip(inner, found, strict=True):
+        for axis, link in zip(inner, axis_links, strict=True):
             if link.port:
                 within = links[axis] if link.within is not None else None
                 links[axis] = replace(link, within=within)

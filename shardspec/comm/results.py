@@ -47,7 +47,7 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextmanager
-def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
+def checked_result(step: object, result: torch.Tensor) -> Iterator[None]:
     """Check, if ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
     The tensor is filled with noise; no window of four bytes, or one element, may keep it.
@@ -65,7 +65,7 @@ def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
     windows = unwritten.unfold(0, width, width).all(dim=1)
     if bool(windows.any()) or bool(unwritten[-width:].all()):
         raise CommunicatorError(
-            f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
+            f"{step} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
             f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"
         )
 

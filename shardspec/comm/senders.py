@@ -80,16 +80,16 @@ def overlaps(
     for number, box in enumerate(have):
         numbers.setdefault(box, []).append(number)
     sides = [sorted(set(intervals)) for intervals in zip(*numbers, strict=True)]
-    apart = all(a[1] <= b[0] for side in sides for a, b in pairwise(side))
-    if not apart or prod(map(len, sides)) != len(numbers):
+    is_disjoint = all(a[1] <= b[0] for side in sides for a, b in pairwise(side))
+    if not is_disjoint or prod(map(len, sides)) != len(numbers):
         yield from _swept(have, want)
         return
     # In a grid, bisection in each dim finds the overlapping boxes.
     edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     for box in want:
         met = [
-            side[bisect_right(ends, lo) : bisect_left(starts, hi)]
-            for side, (starts, ends), (lo, hi) in zip(sides, edges, box, strict=True)
+            side[bisect_right(stops, lo) : bisect_left(starts, hi)]
+            for side, (starts, stops), (lo, hi) in zip(sides, edges, box, strict=True)
         ]
         shared = [
             [(max(a, lo), min(b, hi)) for a, b in side]
@@ -252,10 +252,10 @@ class Senders:
         """Return the senders of a range of their holders' sequence, in order, with their bytes."""
         if len(holders) == 1:
             return [(holders[0], num_bytes)]
-        ends, stop, stretches = self.ends[holders], start + num_bytes, []
-        place = bisect_right(ends, start)
+        stops, stop, stretches = self.ends[holders], start + num_bytes, []
+        place = bisect_right(stops, start)
         while start < stop:
-            end = min(stop, ends[place])
+            end = min(stop, stops[place])
             if end > start:
                 stretches.append((holders[place], end - start))
             start, place = max(start, end), place + 1
@@ -265,18 +265,18 @@ class Senders:
         self, holders: Holders, box: Box, start: int, num_bytes: int
     ) -> list[tuple[int, Box]]:
         """Return the senders of a box, cut by rows if it is in several stretches."""
-        given = self.stretches(holders, start, num_bytes)
+        stretches = self.stretches(holders, start, num_bytes)
         sides = box_shape(box)
         longest = max(sides, default=1)
-        if len(given) == 1 or longest == 1:
-            return [(given[0][0], box)]
+        if len(stretches) == 1 or longest == 1:
+            return [(stretches[0][0], box)]
         # Rows of an outer dim are adjacent in memory.
         dim = next(d for d, side in enumerate(sides) if side >= min(longest, _ENOUGH_ROWS))
-        (lo, hi), done, parts = box[dim], 0, []
+        (lo, hi), num_sent, parts = box[dim], 0, []
         at = lo
-        for holder, count in given:
-            done += count
-            behind = lo + round((hi - lo) * (done / num_bytes))
+        for holder, count in stretches:
+            num_sent += count
+            behind = lo + round((hi - lo) * (num_sent / num_bytes))
             if behind > at:
                 parts.append((holder, (*box[:dim], (at, behind), *box[dim + 1 :])))
                 at = behind

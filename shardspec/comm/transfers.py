@@ -58,8 +58,8 @@ def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance
     >>> distance(0, 1), distance(0, 3)
     (1, 2)
     """
-    kept = range(mesh.ndim) if axes is None else axes
-    at = {device: [mesh.coordinates(device)[axis] for axis in kept] for device in mesh.ids}
+    counted = range(mesh.ndim) if axes is None else axes
+    at = {device: [mesh.coordinates(device)[axis] for axis in counted] for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
 
 
@@ -93,7 +93,7 @@ def exchange_routes(
         if box_size(box):
             want[box].append(device)
     order = {device: place for place, device in enumerate(after)}
-    moves: list[Copy] = []
+    copies: list[Copy] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     of_replicas: dict[Holders, list[int]] = defaultdict(list)
@@ -107,21 +107,21 @@ def exchange_routes(
             cost = _MESSAGE + box_size(copy.box)
             copy = copy._replace(holders=tuple(whole_senders([(near, cost)], sent)))
             received[copy.receiver] += cost
-            of_replicas[near].append(len(moves))
-        moves.append(copy)
+            of_replicas[near].append(len(copies))
+        copies.append(copy)
     most = max(received.values(), default=0)
     divided: dict[int, list[Copy]] = {}
     for near, places in of_replicas.items():
         loads = [sent[holder] for holder in near]
         if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
-            places.sort(key=lambda place: near.index(moves[place].sender))
-            sizes = [box_size(moves[place].box) for place in places]
+            places.sort(key=lambda place: near.index(copies[place].sender))
+            sizes = [box_size(copies[place].box) for place in places]
             senders = Senders([(near, size) for size in sizes])
             for place, start, size in zip(places, senders.starts, sizes, strict=True):
-                parts = senders.split(near, moves[place].box, start, size)
-                to = moves[place].receiver
+                parts = senders.split(near, copies[place].box, start, size)
+                to = copies[place].receiver
                 divided[place] = [Copy(box, (sender,), to) for sender, box in parts]
-    return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
+    return [part for place, copy in enumerate(copies) for part in divided.get(place, (copy,))]
 
 
 def permute_routes(
@@ -140,15 +140,15 @@ def permute_routes(
     for device, box in before.items():
         if after[device] != box:
             unused[box].append(device)
-    moves = []
+    copies = []
     for device, box in after.items():
         holder = device
         if before[device] != box:
             holder = min(unused[box], key=lambda src: distance(src, device))
             unused[box].remove(holder)
         if box_size(box):
-            moves.append(Copy(box, (holder,), device))
-    return moves
+            copies.append(Copy(box, (holder,), device))
+    return copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ class DeviceTransfers:
     @property
     def peers(self) -> set[int]:
         """The other devices that this device sends to or receives from."""
-        ends = [(copy.sender, copy.receiver) for copy in (*self.incoming, *self.outgoing)]
-        return {*chain(*ends)} - {self.device}
+        pairs = [(copy.sender, copy.receiver) for copy in (*self.incoming, *self.outgoing)]
+        return {*chain(*pairs)} - {self.device}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +274,14 @@ def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
 @lru_cache(maxsize=64)
 def _routes(transfers: Transfers) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
     """Return the copies to each device, and from each device; both include its own part."""
-    step, ends = transfers.step, _boxes(transfers)
+    step, boxes = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
-        moves = exchange_routes(*ends, distance_of(step, transfers.mesh))
+        copies = exchange_routes(*boxes, distance_of(step, transfers.mesh))
     else:
-        moves = permute_routes(*ends, distance_on(transfers.mesh))
+        copies = permute_routes(*boxes, distance_on(transfers.mesh))
     incoming: dict[int, list[Copy]] = defaultdict(list)
     outgoing: dict[int, list[Copy]] = defaultdict(list)
-    for copy in moves:
+    for copy in copies:
         incoming[copy.receiver].append(copy)
         outgoing[copy.sender].append(copy)
     return incoming, outgoing
@@ -303,5 +303,5 @@ def all_reduce_halves(
         peer: (split_interval(0, size, len(members), at),) for at, peer in enumerate(members)
     }
     ways = (wholes, parts), (parts, wholes)
-    reduce, share = (_among(step, device, members, *ends) for ends in ways)
+    reduce, share = (_among(step, device, members, *boxes) for boxes in ways)
     return reduce, share

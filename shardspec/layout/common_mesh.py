@@ -112,7 +112,7 @@ def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
     first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
     shape = [own.shape[axis] for axis in longer]
     for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
-        alike = [mesh.shape[axis] for axis in onto] == shape
-        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
+        same_shape = [mesh.shape[axis] for axis in onto] == shape
+        if same_shape and tuple(mesh.group(first, onto)) == tuple(own.ids):
             return dict(zip(longer, onto, strict=True))
     return None

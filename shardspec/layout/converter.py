@@ -109,13 +109,13 @@ class LayoutConverter:
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
         meshes = source.mesh, goal.mesh
-        given = self.cost_model, self.target_model
-        if None in given:
-            models = models_on([m for m, g in zip(meshes, given, strict=True) if not g], self.links)
-            given = given[0] or models[source.mesh], given[1] or models[goal.mesh]
-        model, target_model = (_fitting(g, m) for g, m in zip(given, meshes, strict=True) if g)
-        other = None if source.mesh == goal.mesh else target_model
-        return cheapest_plan(source, goal, model, other, bound_of_bytes(max_bytes))
+        own = self.cost_model, self.target_model
+        if None in own:
+            models = models_on([m for m, g in zip(meshes, own, strict=True) if not g], self.links)
+            own = own[0] or models[source.mesh], own[1] or models[goal.mesh]
+        model, target_model = (_fitting(g, m) for g, m in zip(own, meshes, strict=True) if g)
+        other_model = None if source.mesh == goal.mesh else target_model
+        return cheapest_plan(source, goal, model, other_model, bound_of_bytes(max_bytes))
 
     def alternatives(
         self,
@@ -156,10 +156,10 @@ class LayoutConverter:
         if states_of(source) > graph.MAX_STATES:
             raise too_many("alternatives are", source, "ask for the plan alone")
         prices, move = prices_to_search(source, best.model, max_bytes, goal)
-        ends = prices.state(source), prices.state(goal)
+        goals = prices.state(source), prices.state(goal)
         plans = {_moved(best): best}
         slices = [edge for edge, step in prices.steps.items() if isinstance(step, Slice)]
-        for path in islice(graph.cheapest_paths(prices.space, slices, move, *ends, count), count):
+        for path in islice(graph.cheapest_paths(prices.space, slices, move, *goals, count), count):
             plan = plan_of_moves(source, _moves_along(prices, path, source), best.model)
             plans.setdefault(_moved(plan), plan)
         return tuple(plans.values())[:count]
@@ -311,11 +311,11 @@ def _fitting(model: CostModel, mesh: DeviceMesh) -> CostModel:
 
 
 def _check_same_tensor(source: Layout, target: Layout) -> None:
-    for what in ("global_shape", "dtype"):
-        ours, theirs = getattr(source, what), getattr(target, what)
+    for field in ("global_shape", "dtype"):
+        ours, theirs = getattr(source, field), getattr(target, field)
         if ours != theirs:
             raise LayoutError(
-                f"cannot convert {source} to {target}: {what.replace('_', ' ')} {ours} differs "
+                f"cannot convert {source} to {target}: {field.replace('_', ' ')} {ours} differs "
                 f"from {theirs}"
             )
     if source.mesh != target.mesh and target.spec.partials:
@@ -348,10 +348,10 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
         # The slice with the smallest result comes first, which minimizes peak memory.
-        left = {
+        result_bytes = {
             dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
             for dim in cut
         }
-        for dim in sorted(cut, key=left.__getitem__):
+        for dim in sorted(cut, key=result_bytes.__getitem__):
             layout = source.with_spec(layout.spec.with_dims({dim: cut[dim]}))
             yield Slice(dim, cut[dim][len(before[dim]) :]), layout

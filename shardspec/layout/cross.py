@@ -123,8 +123,8 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     """Return the modeled seconds of an exchange; `model` is that of the `common_mesh`."""
     _check_devices(common_mesh(before.mesh, after.mesh))
     meshes, item = (before.mesh, after.mesh), item_bytes(before.dtype)
-    ends = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
-    return sum(_boxes_seconds(have, wanted, meshes, model, item) for have, wanted in ends)
+    pairs = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
+    return sum(_boxes_seconds(have, want, meshes, model, item) for have, want in pairs)
 
 
 def received_bytes(before: Layout, after: Layout) -> int:
@@ -140,9 +140,9 @@ def received_bytes(before: Layout, after: Layout) -> int:
     cells = list(_cells(before, after))
 
     def lacking(device: int, old: LayoutCell, new: LayoutCell) -> int:
-        wanted = new.box(device)
-        kept = intersect(wanted, old.box(device)) if device in before.mesh else None
-        return box_size(wanted) - (0 if kept is None else box_size(kept))
+        want = new.box(device)
+        present = intersect(want, old.box(device)) if device in before.mesh else None
+        return box_size(want) - (0 if present is None else box_size(present))
 
     most = max(sum(lacking(device, *cell) for cell in cells) for device in ids)
     return most * item_bytes(before.dtype)
@@ -174,26 +174,26 @@ def _check_devices(mesh: DeviceMesh) -> None:
 
 def _boxes_seconds(
     have: Boxes,
-    wanted: Boxes,
+    want: Boxes,
     meshes: tuple[DeviceMesh, DeviceMesh],
     model: CostModel,
     item: int,
 ) -> float:
     """Return the modeled seconds of an exchange of boxes; an element has `item` bytes."""
-    pieces = count_pieces(have, wanted)
+    pieces = count_pieces(have, want)
     if pieces > _MAX_PIECES:
         raise LayoutError(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
-            f"to {_MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
+            f"to {_MAX_PIECES:,} are planned: use the same spec on both, or fewer devices"
         )
     link, distance = (
         _pair_link(meshes, model),
         distance_of(_crossing(*meshes, model), common_mesh(*meshes)),
     )
     messages = [
-        (move.sender, move.receiver, box_size(move.box) * item)
-        for move in exchange_routes(have, wanted, distance)
-        if move.sender != move.receiver
+        (copy.sender, copy.receiver, box_size(copy.box) * item)
+        for copy in exchange_routes(have, want, distance)
+        if copy.sender != copy.receiver
     ]
     if not messages:
         return 0.0
@@ -206,7 +206,7 @@ def _boxes_seconds(
         seconds = max(peers.values()) * latency + sum(n for *_, n in messages) * per_byte
     else:
         seconds = busiest_seconds(messages, link, _cluster_of(*meshes, model))
-    return exchange_start(model) + seconds + model.copy_s * _max_live_elements(have, wanted) * item
+    return exchange_start(model) + seconds + model.copy_s * _max_live_elements(have, want) * item
 
 
 def _cluster_of(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Cluster | None:
@@ -230,34 +230,34 @@ def _pair_link(
     return lambda a, b: costs(tuple(np.flatnonzero(np.not_equal(at[a], at[b])).tolist()))
 
 
-def count_pieces(have: Boxes, wanted: Boxes) -> int:
+def count_pieces(have: Boxes, want: Boxes) -> int:
     """Return the number of pieces of an exchange, including those that are not sent.
 
     >>> count_pieces({0: ((0, 4),), 1: ((4, 8),)}, {2: ((0, 8),), 3: ((0, 2),)})
     3
     """
     sides = [sorted(set(side)) for side in zip(*have.values(), strict=True)]
-    ends = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
+    edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     return sum(
         times
         * prod(
             max(0, bisect_left(starts, hi) - bisect_right(stops, lo))
-            for (starts, stops), (lo, hi) in zip(ends, box, strict=True)
+            for (starts, stops), (lo, hi) in zip(edges, box, strict=True)
         )
-        for box, times in Counter(wanted.values()).items()
+        for box, times in Counter(want.values()).items()
     )
 
 
-def _max_live_elements(have: Boxes, wanted: Boxes) -> int:
+def _max_live_elements(have: Boxes, want: Boxes) -> int:
     """Return the elements before and after, in sum, on the fullest device."""
     return max(
-        sum(box_size(boxes[device]) for boxes in (have, wanted) if device in boxes)
-        for device in have.keys() | wanted.keys()
+        sum(box_size(boxes[device]) for boxes in (have, want) if device in boxes)
+        for device in have.keys() | want.keys()
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
+class _Candidates:
     """The specs on one mesh that an exchange between meshes may start from, or lead to."""
 
     layout: Layout
@@ -267,19 +267,19 @@ class _Side:
     """Cost of each spec: from the source to it, or from it to the target."""
 
     @classmethod
-    def alone(cls, end: Layout) -> "_Side":
-        """Return a side with only the spec of `end`, its reductions finished."""
-        return cls(end, [state_of(end.spec)[0]], np.zeros(1))
+    def alone(cls, layout: Layout) -> "_Candidates":
+        """Return candidates: only the spec of `layout`, its reductions finished."""
+        return cls(layout, [state_of(layout.spec)[0]], np.zeros(1))
 
     @classmethod
-    def every(cls, end: Layout, model: CostModel, leaving: bool) -> "_Side":
-        """Return a side with every spec of the mesh of `end`, or `alone` if there are too many."""
-        if states_of(end) > MAX_STATES:
-            return cls.alone(end)
-        prices, move = prices_to_search(end, model, None)
+    def every(cls, layout: Layout, model: CostModel, leaving: bool) -> "_Candidates":
+        """Return candidates: every spec of the mesh of `layout`, or only its own if too many."""
+        if states_of(layout) > MAX_STATES:
+            return cls.alone(layout)
+        prices, move = prices_to_search(layout, model, None)
         finished = prices.space.num_finished
-        seconds = distances(move if leaving else move.T, [prices.state(end)])[0, :finished]
-        return cls(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds)
+        seconds = distances(move if leaving else move.T, [prices.state(layout)])[0, :finished]
+        return cls(layout, [cuts for cuts, _ in prices.space.states[:finished]], seconds)
 
     @property
     def num_intervals(self) -> int:
@@ -302,13 +302,13 @@ def cheapest_crossing(
     meshes = source.mesh, target.mesh
     mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
     _check_devices(mesh)
-    leaving = _Side.every(source, models[0], leaving=True)
-    arriving = _Side.every(target, models[1], leaving=False)
+    leaving = _Candidates.every(source, models[0], leaving=True)
+    arriving = _Candidates.every(target, models[1], leaving=False)
     work = len(leaving.cuts) * len(arriving.cuts) * mesh.size()
     if work > _MAX_WORK or leaving.num_intervals > _MAX_INTERVALS:
-        leaving = _Side.alone(source)
+        leaving = _Candidates.alone(source)
     if arriving.num_intervals > _MAX_INTERVALS:
-        arriving = _Side.alone(target)
+        arriving = _Candidates.alone(target)
     item = item_bytes(source.dtype)
     boxes_before, boxes_after = (
         cache(lambda n: leaving.at(n).boxes()),
@@ -357,7 +357,7 @@ def _lowest(
     return best_pair
 
 
-def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats:
+def _least_exchange(leaving: _Candidates, arriving: _Candidates, model: CostModel) -> Floats:
     """Return a lower bound of the cost of exchanges between all specs, (leaving, arriving).
 
     The bound is the time to send the missing elements of one device over its fastest link, maximum
@@ -378,9 +378,9 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
         ]
         for dim, size in enumerate(leaving.layout.global_shape)
     ]
-    wanted = np.ones((len(arriving.cuts), meshes[1].size()))
+    want = np.ones((len(arriving.cuts), meshes[1].size()))
     for _, (lo, hi) in sides:
-        wanted *= hi - lo
+        want *= hi - lo
     on_bus = model.link_model == "shared-bus"
     # The fastest link to each device.
     lines = np.min([[(link.latency_s, link.seconds_per_byte)] for link in model.links], axis=0)
@@ -391,11 +391,11 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
     item, start = item_bytes(leaving.layout.dtype), exchange_start(model)
     least = np.empty((len(leaving.cuts), len(arriving.cuts)))
     for row in range(len(leaving.cuts)):
-        kept = np.ones((len(arriving.cuts), len(places_in_both)))
+        present = np.ones((len(arriving.cuts), len(places_in_both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
-            kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
-        lacking = wanted.copy()
-        lacking[:, at_b] -= kept
+            present *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
+        lacking = want.copy()
+        lacking[:, at_b] -= present
         amount = lacking.sum(axis=1, keepdims=True) if on_bus else lacking
         seconds = (amount > 0) * (lines[:, 0] + start) + amount * item * lines[:, 1]
         least[row] = seconds.max(axis=1)

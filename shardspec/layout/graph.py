@@ -135,11 +135,11 @@ def successors(
                     yield AllToAll(src, dst, leaving, axes), (reached, pending)
     for op in sorted({op for _, op in pending}):
         for axes in _arrangements([axis for axis, its in pending if its == op]):
-            left = tuple(p for p in pending if p[0] not in axes)
+            rest = tuple(p for p in pending if p[0] not in axes)
             for dim in dims:
-                yield ReduceScatter(dim, axes, op), (with_cut(dim, cuts[dim] + axes), left)
+                yield ReduceScatter(dim, axes, op), (with_cut(dim, cuts[dim] + axes), rest)
             if axes == tuple(sorted(axes)):
-                yield AllReduce(axes, op), (cuts, left)
+                yield AllReduce(axes, op), (cuts, rest)
     for dim, cut in enumerate(cuts):
         for number in range(1, len(cut) + 1):
             yield AllGather(dim, cut[-number:]), (with_cut(dim, cut[:-number]), pending)
@@ -208,16 +208,16 @@ class Space:
 
 
 @lru_cache(maxsize=4)
-def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
+def orbits(space: Space, axis_kinds: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
     """Return the representative of each state's orbit, and the permutations that lead to it.
 
     States in one orbit cost the same, as [S0,R] and [R,S0] of an even square do. They differ by a
     permutation of tensor dims (all but the first dim if `first`), or of mesh axes with the same
-    number in `alike`. Row ``u`` of the second array (states, states) maps every state by the
+    number in `axis_kinds`. Row ``u`` of the second array (states, states) maps every state by the
     permutation that takes ``u`` to its representative.
     """
     by_dims = [
-        [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
+        [space.index[tuple(cuts[d] for d in order), pending] for cuts, pending in space.states]
         for order in permutations(range(space.dims))
         if not first or order[:1] == (0,)
     ]
@@ -225,12 +225,12 @@ def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tupl
         [
             space.index[
                 tuple(tuple(order[a] for a in axes) for axes in cuts),
-                tuple(sorted((order[a], op) for a, op in left)),
+                tuple(sorted((order[a], op) for a, op in pending)),
             ]
-            for cuts, left in space.states
+            for cuts, pending in space.states
         ]
         for order in permutations(range(space.num_axes))
-        if all(alike[order[axis]] == alike[axis] for axis in range(space.num_axes))
+        if all(axis_kinds[order[axis]] == axis_kinds[axis] for axis in range(space.num_axes))
     ]
     images = np.array(by_dims)[:, np.array(by_axes)].reshape(-1, len(space.states))
     return images.min(axis=0), images[images.argmin(axis=0)]
@@ -253,7 +253,7 @@ def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
         index,
         lists,
         np.array(list_index, dtype=np.int64).reshape(len(states), dims),
-        sum(not left for _, left in states),
+        sum(not reductions for _, reductions in states),
         {(index[a], index[b]): step for a, b, step in graph.edges(data="step")},
     )
 
@@ -327,7 +327,7 @@ def cheapest_path(
     """
     best: dict[SpecState, float] = {source: 0.0}
     came_from: dict[SpecState, tuple[SpecState, Step]] = {}
-    done: set[SpecState] = set()
+    closed: set[SpecState] = set()
     order = counter()
     queue = [(0.0, next(order), source)]
     while queue:
@@ -339,9 +339,9 @@ def cheapest_path(
                 path.append((step, state))
                 state = previous
             return path[::-1]
-        if state in done:
+        if state in closed:
             continue
-        done.add(state)
+        closed.add(state)
         for step, reached in edges(state):
             max_edges -= 1
             total = seconds + price(step, state)
@@ -370,7 +370,7 @@ def cheapest_paths(
     states, sliced = space.states, defaultdict[int, list[int]](list)
     # Paths do not return to the start, and end at the goal.
     move[:, start] = move[goal] = inf
-    left = distances(move.T, [goal])[0]
+    rest = distances(move.T, [goal])[0]
     for a, b in sorted(slices):
         if np.isfinite(move[a, b]):
             sliced[a].append(b)
@@ -392,27 +392,27 @@ def cheapest_paths(
     def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
         """Yield each next node, the seconds of the edge, and the states that it visits."""
         state, after_cut = node
-        least = move[state] + left
+        least = move[state] + rest
         for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
             yield (b, False), float(move[state, b]), frozenset([states[b]])
         for b, number in cuts_from(state).items() if not after_cut else ():
-            if left[b] <= most:
+            if rest[b] <= most:
                 yield (b, True), number * TIE_SECONDS, _between(states[state], states[b])
 
     order = counter()
-    queue = [(float(left[start]), next(order), 0.0, [(start, False)], frozenset([states[start]]))]
+    queue = [(float(rest[start]), next(order), 0.0, [(start, False)], frozenset([states[start]]))]
     while queue:
-        _, _, seconds, path, seen = heappop(queue)
+        _, _, seconds, path, visited = heappop(queue)
         if path[-1][0] == goal:
             yield path
             continue
         # The margin allows for rounding of sums in different orders.
         most = inf if len(totals) < count else -totals[0] * (1 + 1e-9) - seconds
         for node, more, passed in edges(path[-1], most):
-            if seen.isdisjoint(passed):
+            if visited.isdisjoint(passed):
                 total = seconds + more
-                least = total + float(left[node[0]])
-                heappush(queue, (least, next(order), total, [*path, node], seen | passed))
+                least = total + float(rest[node[0]])
+                heappush(queue, (least, next(order), total, [*path, node], visited | passed))
                 if node[0] == goal:
                     heappush(totals, -total)
                     if len(totals) > count:

@@ -39,9 +39,9 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
         raise AxisError(f"spec {spec}: {error}") from None
 
 
-def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
+def is_own_spec(spec: SpecLike) -> TypeGuard[OwnSpec]:
     """Return True for a spec or its notation, False for torch's placements."""
-    return isinstance(given, str | ShardingSpec) or not is_placements(given)
+    return isinstance(spec, str | ShardingSpec) or not is_placements(spec)
 
 
 def checked_mesh(mesh: object) -> DeviceMesh:
@@ -56,7 +56,7 @@ def checked_mesh(mesh: object) -> DeviceMesh:
     return mesh
 
 
-def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
+def spec_on(mesh: DeviceMesh, spec: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
     """Return a spec, notation or placements as a spec with the axis numbers of `mesh`.
 
     `dims` is the number of the tensor's dims, or their sizes; strided shards may need the sizes.
@@ -66,9 +66,9 @@ def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> Sha
     '[S1,R]'
     """
     checked_mesh(mesh)
-    if is_own_spec(given):
-        return resolve_axes(ShardingSpec.of(given), mesh)
-    return spec_of_placements(own_placements(given), dims, mesh.shape)
+    if is_own_spec(spec):
+        return resolve_axes(ShardingSpec.of(spec), mesh)
+    return spec_of_placements(own_placements(spec), dims, mesh.shape)
 
 
 def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> SpecLike | None:
@@ -377,8 +377,8 @@ def cells_of(*layouts: Layout) -> tuple[Box, ...]:
     for dim, size in enumerate(layouts[0].global_shape):
         bounds = {0, size}
         for layout in layouts:
-            ends = accumulate(part.size for part in layout.spec.dim_specs[dim].parts)
-            bounds.update(ends)
+            stops = accumulate(part.size for part in layout.spec.dim_specs[dim].parts)
+            bounds.update(stops)
         sides.append(list(pairwise(sorted(bounds))) or [(0, 0)])
     return tuple(product(*sides))
 

@@ -34,8 +34,8 @@ def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = N
 def _boxes_on(layout: Layout, mesh: DeviceMesh, cell: Box | None) -> tuple[Box, ...]:
     if cell is None and layout.mesh == mesh:
         return tuple(map(layout.box, mesh.ids))
-    whole = tuple((0, size) for size in layout.global_shape)
-    cells = LayoutCell(layout, whole if cell is None else cell)
+    global_box = tuple((0, size) for size in layout.global_shape)
+    cells = LayoutCell(layout, global_box if cell is None else cell)
     nothing = tuple((hi, hi) for _, hi in cells.cell or ((0, 1),))
     element = ((0, 1),)
     return tuple(cells.box(d) or element if d in layout.mesh else nothing for d in mesh.ids)

@@ -27,14 +27,14 @@ from shardspec.text import shown
 _T = TypeVar("_T")
 OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
 """Operations of pending reductions, in the order of the text of a spec."""
-Cut: TypeAlias = Mapping[str, object]
+DimFields: TypeAlias = Mapping[str, object]
 """The fields of a `DimSpec`."""
 
 
 class Notation(NamedTuple):
     """The parsed text of a spec."""
 
-    dims: list[Cut]
+    dims: list[DimFields]
     pending: Mapping[Axis, ReduceOp]
     ellipsis: int | None
     """Number of dims before ``...``; None without an ellipsis."""
@@ -84,7 +84,7 @@ class _Parser:
             raise self._error(f"expected {end}")
         return Notation(dims, self._pending, self._ellipsis)
 
-    def _dim(self) -> Cut | None:
+    def _dim(self) -> DimFields | None:
         """Read a dim; return None for an ellipsis."""
         if self._take(r"\.\.\."):
             if not self._for_rule:
@@ -107,10 +107,10 @@ class _Parser:
         size = self._size("the size of a part")
         return size, self._size("a number of shares") if self._take("/") else 0
 
-    def _size(self, what: str) -> int:
+    def _size(self, label: str) -> int:
         word = self._take("[0-9]+")
         if not word or len(word) > 18 or not int(word):  # no tensor has more elements
-            raise self._error(f"expected {what}: a whole number from 1")
+            raise self._error(f"expected {label}: a whole number from 1")
         return int(word)
 
     def _partial(self) -> None:

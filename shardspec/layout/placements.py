@@ -42,30 +42,30 @@ Placement: TypeAlias = Split | ReduceOp | None
 """A split, the operation of a pending reduction (``Partial``), or nothing (``Replicate``)."""
 
 
-def is_placements(given: object) -> bool:
+def is_placements(value: object) -> bool:
     """Return True for a list, such as torch's placements; raises `LayoutError` for a placement.
 
     >>> is_placements(["Shard(0)"]), is_placements("[S0]")
     (True, False)
     """
     types = sys.modules.get(_MODULE)
-    if types is not None and isinstance(given, types.Placement):
+    if types is not None and isinstance(value, types.Placement):
         raise LayoutError(
-            f"{given!r} is the placement of one mesh axis; give a list with one per axis, as in "
-            f"[{given!r}]"
+            f"{value!r} is the placement of one mesh axis; give a list with one per axis, as in "
+            f"[{value!r}]"
         )
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def own_placements(given: object) -> tuple[Placement, ...]:
+def own_placements(placements: object) -> tuple[Placement, ...]:
     """Return torch's placements, for which `is_placements` is true, as `Placement` values.
 
     Raises `LayoutError` for other objects, and `LossyConversionError` for a masked or scaled
     partial.
     """
-    assert isinstance(given, Sequence)
+    assert isinstance(placements, Sequence)
     types = sys.modules.get(_MODULE)
-    return tuple(_own(types, placement) for placement in given)
+    return tuple(_own(types, placement) for placement in placements)
 
 
 def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may be missing
@@ -108,7 +108,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
             check_plain(spec, "torch's placements")
         axes = [int(axis) for axis in cut.axes]
         for place, axis in enumerate(axes):
-            before = prod(mesh_shape[other] for other in axes[:place] if other > axis)
+            before = prod(mesh_shape[previous] for previous in axes[:place] if previous > axis)
             placements[axis] = Split(dim, max(1, len(cut.parts)) * before)
     for partial in spec.partials:
         placements[int(partial.axis)] = partial.op
@@ -123,11 +123,10 @@ def spec_of_placements(
 ) -> ShardingSpec:
     """Return the spec equivalent to placements, one per mesh axis.
 
-    `dims` is the number of the tensor's dims, or their sizes, which parts need; a negative dim of a
-    `Split` counts from the end. `shard_order` maps each dim to the axes that split it, if torch
-    stores it beside the placements; split factors are then all 1. Raises `LayoutError` for
-    placements that do not fit mesh or tensor, and `LossyConversionError` if several axes shard
-    parts of one dim, where two rules of torch contradict each other.
+    `dims` is the number of the tensor's dims, or their sizes if a split factor makes parts. A
+    negative dim of a `Split` counts from the end. torch may store the order of axes of each dim in
+    `shard_order`; split factors are then all 1. Raises `LayoutError` for placements that do not fit
+    mesh or tensor, and `LossyConversionError` if several axes shard the parts of one dim.
 
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
@@ -163,13 +162,13 @@ def spec_of_placements(
         order.insert(made.index(placement.split_factor), axis)
     parts = {dim: split_factors for dim, split_factors in factors.items() if split_factors[0] > 1}
     if shard_order is not None and not parts:
-        given: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
-        axes_placed, axes_given = (
-            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, given)
+        known: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
+        axes_placed, axes_known = (
+            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, known)
         )
-        if axes_placed != axes_given:
-            raise LayoutError(f"shard order {given} names other dims or axes than the placements")
-        orders = given
+        if axes_placed != axes_known:
+            raise LayoutError(f"shard order {known} names other dims or axes than the placements")
+        orders = known
     cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
     for dim, split_factors in parts.items():
         if sizes is None:
@@ -186,7 +185,7 @@ def spec_of_placements(
             )
         cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], split_factors[0]))
     pending: dict[int | str, ReduceOp] = {
-        axis: given for axis, given in enumerate(placements) if isinstance(given, str)
+        axis: op for axis, op in enumerate(placements) if isinstance(op, str)
     }
     return ShardingSpec(dims, cuts, partial=pending)
 
@@ -209,5 +208,5 @@ def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:
     """Return the parts into which torch divides a dim before an axis shards each of them."""
-    ends = (split_interval(0, size, factor, place) for place in range(factor))
-    return tuple(Part(hi - lo) for lo, hi in ends if lo < hi)
+    intervals = (split_interval(0, size, factor, place) for place in range(factor))
+    return tuple(Part(hi - lo) for lo, hi in intervals if lo < hi)

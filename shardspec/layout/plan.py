@@ -71,8 +71,8 @@ class ConversionPlan:
     @property
     def moves(self) -> tuple[tuple[Step, Layout, Layout], ...]:
         """Every step with the layouts before and after it."""
-        ends = zip(self.steps, pairwise(self.layouts), strict=True)
-        return tuple((step, before, after) for step, (before, after) in ends)
+        layout_pairs = zip(self.steps, pairwise(self.layouts), strict=True)
+        return tuple((step, before, after) for step, (before, after) in layout_pairs)
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -370,8 +370,8 @@ def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
         return "nothing to do, and nothing to avoid"
     if communicating_moves(plan) == communicating_moves(naive):
         return "this is the naive plan: here no other is cheaper"
-    whole = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
-    lead = "takes another way" if whole else "avoids gathering the whole tensor"
+    gathers_all = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
+    lead = "takes another way" if gathers_all else "avoids gathering the whole tensor"
     return (
         f"{lead}: {_speed(plan.cost_seconds, naive.cost_seconds)}, "
         f"receives {_share(plan.bytes_received, naive.bytes_received, 'of the bytes')}, "

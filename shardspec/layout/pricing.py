@@ -46,7 +46,7 @@ from shardspec.layout.graph import (
 from shardspec.layout.layout import Layout
 from shardspec.layout.routed import (
     MAX_EXACT_DEVICES,
-    Lines,
+    LineArrays,
     Routing,
     Sides,
     longest,
@@ -94,11 +94,11 @@ class Prices:
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":
         """Return the prices with permute and exchange between two specs added."""
-        ends = self.state(source), self.state(target)
+        pair = self.state(source), self.state(target)
         seconds, kind = self.seconds.copy(), self.kind.copy()
-        each = (seconds[ends], *pair_prices(source, target, self.model))
-        seconds[ends] = min(each)
-        kind[ends] = next(n for n, price in enumerate(each) if price <= min(each) * (1 + _ROUNDING))
+        each = (seconds[pair], *pair_prices(source, target, self.model))
+        seconds[pair] = min(each)
+        kind[pair] = next(n for n, price in enumerate(each) if price <= min(each) * (1 + _ROUNDING))
         return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
@@ -109,23 +109,23 @@ class Prices:
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
             for dim, axes in enumerate(cuts):
-                for kept in range(len(axes) - 1):
-                    whole = (*cuts[:dim], axes[:kept], *cuts[dim + 1 :])
-                    ends = self.space.index[whole, pending], target
-                    steps[ends] = Slice(dim, axes[kept:])
-                    seconds[ends] = kind[ends] = 0
+                for num_kept in range(len(axes) - 1):
+                    shorter = (*cuts[:dim], axes[:num_kept], *cuts[dim + 1 :])
+                    pair = self.space.index[shorter, pending], target
+                    steps[pair] = Slice(dim, axes[num_kept:])
+                    seconds[pair] = kind[pair] = 0
         return replace(self, steps=steps, seconds=seconds, kind=kind)
 
     def step(self, source: int, target: int) -> Step:
         """Return the cheapest single step between two states."""
-        ends = self.space.states[source][0], self.space.states[target][0]
+        pair = self.space.states[source][0], self.space.states[target][0]
         match self.kind[source, target]:
             case 0:
                 return self.steps[source, target]
             case 1:
-                return Permute(changed_axes(*ends))
+                return Permute(changed_axes(*pair))
             case _:
-                return exchange_between(*ends, self.model)
+                return exchange_between(*pair, self.model)
 
     def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
         """Return the cheapest single step of a tensor between two states, and the layout after."""
@@ -212,9 +212,9 @@ def _prices(
         local_bytes *= longest(model.mesh_shape, space.lists, size)[space.list_index[:, dim]]
     seconds = np.full((len(space.states),) * 2, np.inf)
     kind = np.zeros(seconds.shape, np.int8)
-    ends, lines = _collective_lines(space, model)
-    shard_bytes = local_bytes[ends[0]]
-    seconds[ends] = np.min([fixed + slope * shard_bytes for fixed, slope in lines], axis=0)
+    pairs, lines = _collective_lines(space, model)
+    shard_bytes = local_bytes[pairs[0]]
+    seconds[pairs] = np.min([fixed + slope * shard_bytes for fixed, slope in lines], axis=0)
     finished = space.num_finished
     routed = _routed(global_shape, item, model, max_work)
     for number, price in enumerate(routed or (), 1):
@@ -247,7 +247,7 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 
 @lru_cache(maxsize=16)
-def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
+def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineArrays]]:
     """Return the states before and after every step, and its lines over shard bytes.
 
     The lowest line is the price.
@@ -256,8 +256,8 @@ def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines
     most = max(map(len, of_edges), default=1)
     lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
     fixed, slope = lines.reshape(-1, most, 2).transpose(2, 1, 0).copy()
-    ends = np.array(list(space.steps), dtype=np.int64).reshape(-1, 2).T.copy()
-    return (ends[0], ends[1]), list(zip(fixed, slope, strict=True))
+    pairs = np.array(list(space.steps), dtype=np.int64).reshape(-1, 2).T.copy()
+    return (pairs[0], pairs[1]), list(zip(fixed, slope, strict=True))
 
 
 def _routed(
@@ -286,14 +286,14 @@ def _routed(
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
     devices, count = prod(mesh_shape), len(space.states)
-    sources, alike = np.arange(count), None
+    sources, orbit = np.arange(count), None
     if is_symmetric(global_shape, mesh_shape):
-        alike = orbits(space, alike_axes(model))
-        sources = np.unique(alike[0])
+        orbit = orbits(space, alike_axes(model))
+        sources = np.unique(orbit[0])
     if len(sources) * count * devices > max_work or devices > MAX_EXACT_DEVICES:
         return None
-    rows: Iterable[tuple[Ints, Lines, Lines]]
-    if alike is None:
+    rows: Iterable[tuple[Ints, LineArrays, LineArrays]]
+    if orbit is None:
         rows, size = _rows(space, model, global_shape, sources), item
     else:
         rows, size = _even_rows(space, model), prod(global_shape) * item
@@ -301,14 +301,14 @@ def _routed(
     for batch, *lines in rows:
         for each, prices in zip(lines, seconds, strict=True):
             prices[batch] = value_at(each, size).reshape(-1, count)
-    if alike is not None:
-        seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
+    if orbit is not None:
+        seconds = seconds.reshape(2, -1).take(orbit[0][:, None] * count + orbit[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: a slice, or no step at all
     return seconds[0], seconds[1]
 
 
 @lru_cache(maxsize=8)
-def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]]:
+def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, LineArrays]]:
     """Return lines from one state per orbit to all states, over the bytes of an even tensor."""
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
@@ -325,26 +325,26 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]
 
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
-) -> Iterator[tuple[Ints, Lines, Lines]]:
+) -> Iterator[tuple[Ints, LineArrays, LineArrays]]:
     """Yield batches of sources sharded by the same axes, with lines of permute and exchange."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
     for bits in np.unique(used).tolist():
-        alike = sources[used == bits]
-        for first in range(0, len(alike), at_once):
-            batch = alike[first : first + at_once]
-            ends = np.repeat(space.list_index[batch], count, axis=0)
-            yield batch, *routing.lines(ends, np.tile(space.list_index, (len(batch), 1)))
+        same_axes = sources[used == bits]
+        for first in range(0, len(same_axes), at_once):
+            batch = same_axes[first : first + at_once]
+            before = np.repeat(space.list_index[batch], count, axis=0)
+            yield batch, *routing.lines(before, np.tile(space.list_index, (len(batch), 1)))
 
 
 @lru_cache(maxsize=1024)
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
     """Return the seconds of a permute and of an exchange on one mesh; inf if not applicable."""
-    ends = state_of(source.spec)[0], state_of(target.spec)[0]
-    lists = list(dict.fromkeys((*ends[0], *ends[1])))
+    pair = state_of(source.spec)[0], state_of(target.spec)[0]
+    lists = list(dict.fromkeys((*pair[0], *pair[1])))
     routing = Routing(model, source.global_shape, lists)
-    before, after = (np.array([[lists.index(axes) for axes in cuts]], np.int64) for cuts in ends)
+    before, after = (np.array([[lists.index(axes) for axes in cuts]], np.int64) for cuts in pair)
     item = item_bytes(source.dtype)
     permute, exchange = (float(value_at(each, item)[0]) for each in routing.lines(before, after))
-    return permute if ends[0] != ends[1] else np.inf, exchange or np.inf
+    return permute if pair[0] != pair[1] else np.inf, exchange or np.inf

@@ -28,7 +28,7 @@ from shardspec.layout.graph import Floats, Ints
 
 Sides: TypeAlias = tuple[Ints, Ints]
 """The starts and the stops of intervals of a dim."""
-Lines: TypeAlias = tuple[Floats, Floats]
+LineArrays: TypeAlias = tuple[Floats, Floats]
 """Prices as the maximum of lines: their fixed parts and slopes, along the last axis."""
 
 MAX_EXACT_DEVICES: Final = 512
@@ -40,7 +40,7 @@ _ROUNDING: Final = 1e-12
 """Relative difference below which prices are equal: rounding of sums in different orders."""
 
 
-def value_at(lines: Lines, x: float) -> Floats:
+def value_at(lines: LineArrays, x: float) -> Floats:
     """Return the maximum at `x` of the lines along the last axis.
 
     >>> value_at((np.array([1.0, 5.0]), np.array([3.0, 1.0])), 2.5)
@@ -50,7 +50,7 @@ def value_at(lines: Lines, x: float) -> Floats:
     return best
 
 
-def pruned(fixed: Floats, slope: Floats) -> Lines:
+def pruned(fixed: Floats, slope: Floats) -> LineArrays:
     """Return usually far fewer lines with the same maximum for every ``x >= 0``.
 
     The upper envelope of the lines found is convex, so a line that exceeds it does so at a crossing
@@ -60,18 +60,18 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
     (array([3., 0.]), array([0., 2.]))
     """
     # Complex numbers sort by their real parts, then by their imaginary parts.
-    kept = [(fixed + 1j * slope).argmax(axis=-1), (slope + 1j * fixed).argmax(axis=-1)]
+    chosen = [(fixed + 1j * slope).argmax(axis=-1), (slope + 1j * fixed).argmax(axis=-1)]
     while True:
-        index = np.stack(kept, axis=-1)
+        index = np.stack(chosen, axis=-1)
         f, s = (np.take_along_axis(each, index, axis=-1) for each in (fixed, slope))
-        for i, j in combinations(range(len(kept)), 2):
+        for i, j in combinations(range(len(chosen)), 2):
             with np.errstate(divide="ignore", invalid="ignore"):
                 cross = (f[..., i] - f[..., j]) / (s[..., j] - s[..., i])
             cross = np.where(np.isfinite(cross) & (cross > 0), cross, 0.0)[..., None]
             values = fixed + slope * cross
             above = values.max(axis=-1) > (f + s * cross).max(axis=-1) * (1 + _ROUNDING)
             if above.any():
-                kept.append(np.where(above, values.argmax(axis=-1), 0))
+                chosen.append(np.where(above, values.argmax(axis=-1), 0))
                 break
         else:
             return f, s
@@ -213,20 +213,20 @@ class Routing:
         bits: Ints = self._bits[specs].sum(axis=-1)
         return bits
 
-    def lines(self, sources: Ints, targets: Ints) -> tuple[Lines, Lines]:
+    def lines(self, sources: Ints, targets: Ints) -> tuple[LineArrays, LineArrays]:
         """Return the lines of permute and of exchange, over bytes per element, of pairs of specs.
 
         All sources must be sharded by the same axes. A permute between different sets of boxes
         costs inf.
         """
         used = int(self.axis_bits(sources[:1])[0])
-        alike = (targets != sources).any(axis=-1)
+        same_boxes = (targets != sources).any(axis=-1)
         for dim, table in enumerate(self._dims):
-            alike &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
-        permute = self._permute(sources[alike], targets[alike], used)
+            same_boxes &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
+        permute = self._permute(sources[same_boxes], targets[same_boxes], used)
         fixed = np.full((len(targets), permute[0].shape[-1]), np.inf)
         slope = np.zeros_like(fixed)
-        fixed[alike], slope[alike] = permute
+        fixed[same_boxes], slope[same_boxes] = permute
         return (fixed, slope), self._exchange(sources, targets, used)
 
     def _local(self, specs: Ints) -> Floats:
@@ -236,15 +236,15 @@ class Routing:
             elements *= table.longest[specs[:, dim]]
         return elements
 
-    def _exchange(self, sources: Ints, targets: Ints, used: int) -> Lines:
+    def _exchange(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
         """Return the lines of exchanges: the sums over axes, the cheapest first.
 
         The devices that differ from a device only on some axes have products of parts, one per
         dim. So the elements that it gets from them are a product of sums over single dims.
         """
         model, mesh_shape, every = self._model, self._mesh_shape, (1 << len(self._axes)) - 1
-        apart = slower_axes(model, [axis for axis in self._axes if used >> axis & 1])
-        sharing = every & ~used & ~sum(1 << axis for axis in apart)
+        slow_axes = slower_axes(model, [axis for axis in self._axes if used >> axis & 1])
+        sharing = every & ~used & ~sum(1 << axis for axis in slow_axes)
         replicas = prod(mesh_shape[axis] for axis in self._axes if sharing >> axis & 1)
         unused_then = every & ~self.axis_bits(targets)
 
@@ -270,8 +270,8 @@ class Routing:
         everything, own = reached(every), reached(0)
         fixed, slope = np.zeros((2, 2, len(targets), len(self._rows)))
         slowest = np.zeros((2, len(targets)))
-        for which in range(2):
-            costs = [slowest_costs(model, [axis])[which] for axis in self._axes]
+        for term in range(2):
+            costs = [slowest_costs(model, [axis])[term] for axis in self._axes]
             before = own
             for cost in sorted(set(costs)):
                 now = reached(sum(1 << axis for axis in self._axes if costs[axis] <= cost))
@@ -279,11 +279,11 @@ class Routing:
                 # Pieces are not divided: if two replicas send three pieces, one sends two.
                 more[3] = np.ceil((everything[3] - before[3]) / replicas)
                 more[3] -= np.ceil((everything[3] - now[3]) / replicas)
-                if which:
+                if term:
                     slope += cost * more[::2]
                 else:
                     fixed += cost * more[1::2]
-                slowest[which] = np.where(more[0].any(axis=-1), cost, slowest[which])
+                slowest[term] = np.where(more[0].any(axis=-1), cost, slowest[term])
                 before = now
         if model.link_model == "shared-bus":
             # The latency of the busiest device's messages, and the bytes of all devices.
@@ -298,7 +298,7 @@ class Routing:
         elements = (self._local(sources) + self._local(targets))[:, None]
         return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
-    def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
+    def _permute(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
         """Return the lines of permutes; source and target have the same boxes equally often."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
@@ -309,23 +309,23 @@ class Routing:
         kinds, kind_of = np.unique(links[0] + 1j * links[1], return_inverse=True)
         every = (1 << len(self._axes)) - 1
         unused, unused_then = every & ~used, every & ~self.axis_bits(targets)
-        wanted = np.ones((len(targets), *self.differ.shape), dtype=bool)
-        given = np.ones_like(wanted)
+        receives = np.ones((len(targets), *self.differ.shape), dtype=bool)
+        sends = np.ones_like(receives)
         for dim, table in enumerate(self._dims):
-            wanted &= table.same(targets[:, dim], sources[:, dim])
-            given &= table.same(sources[:, dim], targets[:, dim])
-        wanted &= (self.differ & unused) == 0  # by the nearest holder
-        given &= (self.differ & unused_then[:, None, None]) == 0
+            receives &= table.same(targets[:, dim], sources[:, dim])
+            sends &= table.same(sources[:, dim], targets[:, dim])
+        receives &= (self.differ & unused) == 0  # by the nearest holder
+        sends &= (self.differ & unused_then[:, None, None]) == 0
         crossed = kind_of[places]
-        crossing = wanted | given
+        crossing = receives | sends
         used_kinds = np.stack(
             [(crossing & (crossed == kind)).any(axis=(1, 2)) for kind in range(len(kinds))], axis=-1
         )
         fixed, slope = (np.where(used_kinds, cost, 0.0) for cost in (kinds.real, kinds.imag))
         if self._model.link_model == "shared-bus":
             # Empty shards are not sent, nor shards that the device already has.
-            stays = (wanted & (self.differ == 0)).any(axis=-1)
-            moving = (wanted.any(axis=-1) & ~stays).mean(axis=-1) * prod(self._mesh_shape)
+            stays = (receives & (self.differ == 0)).any(axis=-1)
+            moving = (receives.any(axis=-1) & ~stays).mean(axis=-1) * prod(self._mesh_shape)
             fixed = fixed.max(axis=-1, keepdims=True)
             slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
         return fixed, slope * self._local(sources)[:, None]
@@ -341,8 +341,8 @@ def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, In
     coordinates = device_coordinates(mesh_shape)
     rows = np.arange(len(coordinates))
     if len(rows) > MAX_EXACT_DEVICES:
-        ends = (sorted({0, n - 1}) for n in mesh_shape)
-        corners = np.array([np.ravel_multi_index(at, mesh_shape) for at in product(*ends)])
+        edges = (sorted({0, n - 1}) for n in mesh_shape)
+        corners = np.array([np.ravel_multi_index(at, mesh_shape) for at in product(*edges)])
         # If there are too many corners, use an evenly spaced selection.
         most = min(max(4, _MAX_PAIRS // len(rows)), len(corners))
         rows = corners[np.linspace(0, len(corners) - 1, most, dtype=int)]

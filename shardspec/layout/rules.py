@@ -40,9 +40,9 @@ class RuleSpec:
     """Number of dims before the ellipsis; None without an ellipsis."""
 
     @classmethod
-    def of(cls, given: OwnSpec) -> "RuleSpec":
+    def of(cls, spec: OwnSpec) -> "RuleSpec":
         """Return the spec of a rule; raises what `ShardingSpec.parse` raises."""
-        return cls(given) if isinstance(given, ShardingSpec) else cls(*parse_for_rule(given))
+        return cls(spec) if isinstance(spec, ShardingSpec) else cls(*parse_for_rule(spec))
 
     def for_dims(self, dims: int) -> ShardingSpec | None:
         """Return the spec for a tensor of `dims` dims; None if the rule does not fit.
@@ -111,7 +111,7 @@ def winning_patterns(
                 f"rule {shown(pattern)} has no effect, since later rules win and "
                 f"{first_of([*map(shown, later)], _MAX_SHOWN)} "
                 f"match{'es' if len(later) == 1 else ''} every {what} that it does; put it after "
-                "them, or leave it out"
+                "them, or remove it"
             )
     return winners
 

@@ -56,7 +56,7 @@ def cheapest_plan(
     if max_bytes is not None and target_model is not None:
         raise LayoutError(
             f"max_bytes bounds conversions on one mesh, and {target} is on another mesh than "
-            f"{source}; leave it out, or bound the buckets of plan_reshard(max_bytes=)"
+            f"{source}; omit it, or bound the buckets of plan_reshard(max_bytes=)"
         )
     if not (source.spec.is_plain and target.spec.is_plain):
         moves = _moves_without_search(source, target, model, target_model)
@@ -83,7 +83,7 @@ def _moves_on_mesh(
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
-    raise too_many("max_bytes is", source, "leave it out")
+    raise too_many("max_bytes is", source, "omit it")
 
 
 def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
@@ -112,7 +112,7 @@ def _moves_by_matrix(
         assert max_bytes is not None, "without a bound there is always a path"
         least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
         raise _too_large(source, target, max_bytes, least)
-    return [prices.move(source, *ends) for ends in pairwise(walk)]
+    return [prices.move(source, *states) for states in pairwise(walk)]
 
 
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
@@ -155,9 +155,9 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Return moves that finish reductions, then permute or exchange, or else the naive moves.
+    """Return moves that finish reductions, then slice, permute or exchange; else the naive moves.
 
-    Specs with parts or blocks are always converted in this way.
+    All conversions of specs with parts or blocks are planned here.
     """
     moves = list(finishing_moves(source, target.spec))
     finished = moves[-1][1] if moves else source
@@ -167,8 +167,8 @@ def _moves_without_search(
         return [*moves, (exchange_to(finished, target, model, target_model), target)]
     if finished.spec.partials:
         return list(naive_moves(source, target.spec, model))
-    ends = graph.state_of(finished.spec)[0], graph.state_of(target.spec)[0]
-    added = [(dim, a, b) for dim, (a, b) in enumerate(zip(*ends, strict=True)) if a != b]
+    both_cuts = graph.state_of(finished.spec)[0], graph.state_of(target.spec)[0]
+    added = [(dim, a, b) for dim, (a, b) in enumerate(zip(*both_cuts, strict=True)) if a != b]
     if all(b[: len(a)] == a for _, a, b in added):
         layout = finished
         for dim, before, after in added:
@@ -179,8 +179,8 @@ def _moves_without_search(
     if min(permute, exchange) == inf:  # every device has its target box, but no slice gives it
         return [*moves, *naive_moves(finished, target.spec, model)]
     if permute <= exchange:
-        return [*moves, (Permute(changed_axes(*ends)), target)]
-    return [*moves, (exchange_between(*ends, model), target)]
+        return [*moves, (Permute(changed_axes(*both_cuts)), target)]
+    return [*moves, (exchange_between(*both_cuts, model), target)]
 
 
 def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
@@ -205,9 +205,9 @@ def naive_plan(
     """
     moves: list[Move] = []
     if source.mesh != target.mesh:
-        whole = ShardingSpec(source.spec.dims)
-        gathered = target.with_spec(whole)
-        moves += naive_moves(source, whole, model)
+        replicated = ShardingSpec(source.spec.dims)
+        gathered = target.with_spec(replicated)
+        moves += naive_moves(source, replicated, model)
         moves.append((exchange_to(source, gathered, model, target_model), gathered))
         moves += naive_moves(gathered, target.spec, target_model or model)
     elif source != target:

@@ -39,17 +39,17 @@ class Part:
         return f"{self.size}/{self.shares}" if self.shares else str(self.size)
 
 
-def _part(given: object) -> Part:
+def _part(value: object) -> Part:
     """Return a part from a `Part`, a size, a pair of size and shares, or the text of these."""
-    if isinstance(given, Part):
-        given = given.size, given.shares
-    values = given.split("/", 1) if isinstance(given, str) else given
+    if isinstance(value, Part):
+        value = value.size, value.shares
+    values = value.split("/", 1) if isinstance(value, str) else value
     values = values if isinstance(values, Sequence) else [values]
     numbers = [int(v) if isinstance(v, str) and v.isdecimal() else whole_number(v) for v in values]
     size, shares = (*numbers, 0)[:2] if numbers else (None, 0)
     if len(numbers) > 2 or size is None or shares is None or size < 1 or shares < 0:
         remedy = "give its size, a whole number from 1, or a pair of size and shares"
-        raise AxisError(f"part {shown(given)}: {remedy}")
+        raise AxisError(f"part {shown(value)}: {remedy}")
     return Part(size, shares)
 
 
@@ -106,13 +106,13 @@ def _dim_spec(dim: int, cut: object) -> DimSpec:
         return cut
     if isinstance(cut, Mapping):
         if "axes" not in cut or set(cut) - {"axes", "parts", "block"}:
-            given = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
-            raise AxisError(f"{given}; a dict has 'axes', and perhaps 'parts' and 'block'")
+            problem = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
+            raise AxisError(f"{problem}; a dict has 'axes', and perhaps 'parts' and 'block'")
         axes = _dim_spec(dim, cut["axes"]).axes
         return DimSpec(axes, tuple(cut.get("parts", ())), cut.get("block", 1))
     if isinstance(cut, str) or not isinstance(cut, Iterable):
-        given = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
-        raise AxisError(f"{given}; give a list of axes: [{shown(cut)}]")
+        problem = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
+        raise AxisError(f"{problem}; give a list of axes: [{shown(cut)}]")
     return DimSpec(tuple(cut))
 
 
@@ -194,10 +194,10 @@ class ShardingSpec:
                     f"{counted(count, 'dim')}, numbered from 0"
                 )
         dim_specs = tuple(_dim_spec(dim, cuts.get(dim, ())) for dim in range(count))
-        given = by_number("partial", partial).items()
+        reductions = by_number("partial", partial).items()
         pending = tuple(
             sorted(
-                (Partial(axis, op) for axis, op in given),
+                (Partial(axis, op) for axis, op in reductions),
                 key=lambda p: (OPS.index(p.op), isinstance(p.axis, str), p.axis),
             )
         )
@@ -306,16 +306,16 @@ class ShardingSpec:
         """Return the spec without the pending reductions over some axes, by default over all."""
         if not self.partials:
             return self
-        done = set(self.partial if axes is None else axes)
-        pending = {axis: op for axis, op in self.partial.items() if axis not in done}
+        finished = set(self.partial if axes is None else axes)
+        pending = {axis: op for axis, op in self.partial.items() if axis not in finished}
         return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)
 
 
-def check_plain(spec: ShardingSpec, what: str) -> None:
-    """Raise `LossyConversionError` if a dim has parts or blocks, which `what` cannot express."""
+def check_plain(spec: ShardingSpec, notation: str) -> None:
+    """Raise `LossyConversionError` if a dim has parts or blocks, which `notation` lacks."""
     if not spec.is_plain:
         plain = ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial)
-        problem = f"{spec} cuts by parts or blocks, which {what} cannot say"
+        problem = f"{spec} cuts by parts or blocks, which {notation} cannot say"
         raise LossyConversionError(f"{problem}; redistribute to {plain} first")
 
 

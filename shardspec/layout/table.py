@@ -138,24 +138,24 @@ def cost_table(
         )
     pending: PartialState = tuple((axis, op) for op in partial for axis in range(mesh.ndim))
     spec = ShardingSpec(len(global_shape), partial=dict(pending))
-    whole = Layout(mesh, spec, global_shape, dtype)
-    count = states_of(whole)
+    replicated = Layout(mesh, spec, global_shape, dtype)
+    count = states_of(replicated)
     if count > _MAX_LAYOUTS:
         raise LayoutError(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
-            f"layouts, more than the {_MAX_LAYOUTS:,} that a table holds: it would take "
+            f"layouts, more than the {_MAX_LAYOUTS:,} of a table: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
-    prices = table_prices(whole, model)
+    prices = table_prices(replicated, model)
     specs = map(spec_of, prices.space.states)
-    labels = tuple(str(whole.with_spec(spec).labelled_spec) for spec in specs)
-    seconds, received, peak = _along_paths(prices, whole, model)
+    labels = tuple(str(replicated.with_spec(spec).labelled_spec) for spec in specs)
+    seconds, received, peak = _along_paths(prices, replicated, model)
     return CostTable(
         labels,
         seconds,
         mesh.shape,
-        whole.global_shape,
-        whole.dtype,
+        replicated.global_shape,
+        replicated.dtype,
         received,
         peak,
         prices.local_bytes.astype(np.int64),
@@ -163,27 +163,27 @@ def cost_table(
     )
 
 
-def table_prices(whole: Layout, model: CostModel) -> Prices:
+def table_prices(tensor: Layout, model: CostModel) -> Prices:
     """Return the prices of all moves, permute and exchange included.
 
     Raises `LayoutError` if the tensor is too large or the moves are too many.
     """
-    if prod(whole.global_shape) * item_bytes(whole.dtype) > _MAX_BYTES:
+    if prod(tensor.global_shape) * item_bytes(tensor.dtype) > _MAX_BYTES:
         raise LayoutError(
             f"prices of all conversions count bytes in 64 bits, so they are for tensors of up to "
-            f"2^58 bytes, not for {list(whole.global_shape)} {whole.dtype}; ask for single costs"
+            f"2^58 bytes, not for {list(tensor.global_shape)} {tensor.dtype}; ask for single costs"
         )
-    prices, count = prices_of(whole, model, _MAX_WORK), states_of(whole)
+    prices, count = prices_of(tensor, model, _MAX_WORK), states_of(tensor)
     if not prices.routed:
         raise LayoutError(
-            f"prices between {count:,} layouts on the {whole.mesh.size()} devices of mesh "
-            f"{whole.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
+            f"prices between {count:,} layouts on the {tensor.mesh.size()} devices of mesh "
+            f"{tensor.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
             "ask for single costs"
         )
     return prices
 
 
-def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
+def _along_paths(prices: Prices, tensor: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Return seconds, received bytes and peak bytes of a cheapest path between all states.
 
     If dims divide evenly, the search starts from only one spec of each orbit.
@@ -192,10 +192,10 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
     every = sources = place = np.arange(count)
     relabeled = np.broadcast_to(every, (count, count))
-    if is_symmetric(whole.global_shape, whole.mesh.shape):
+    if is_symmetric(tensor.global_shape, tensor.mesh.shape):
         stands_for, relabeled = orbits(space, alike_axes(model), first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
-    received_in = bytes_of_moves(joined, whole)
+    received_in = bytes_of_moves(joined, tensor)
     local = prices.local_bytes.astype(np.int64)
     best = distances(move, sources)
     seconds, received = np.zeros(best.shape), np.zeros(best.shape, dtype=np.int64)
@@ -232,29 +232,29 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
     return last
 
 
-def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
+def bytes_of_moves(prices: Prices, tensor: Layout) -> Callable[[Ints], Ints]:
     """Return a function that counts the bytes received by the busiest device in moves.
 
     Entry ``s`` of its argument is the source of the move to state ``s``.
     """
-    space, mesh_shape = prices.space, whole.mesh.shape
+    space, mesh_shape = prices.space, tensor.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
     every = np.arange(len(local))
-    sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
+    sides = [intervals(mesh_shape, space.lists, size) for size in tensor.global_shape]
     of_steps = np.zeros(prices.seconds.shape, dtype=np.int64)
     received_once = cache(bytes_received)  # many states have the same step and bytes
-    for ends, step in prices.steps.items():
-        of_steps[ends] = received_once(step, mesh_shape, int(local[ends[0]]))
+    for pair, step in prices.steps.items():
+        of_steps[pair] = received_once(step, mesh_shape, int(local[pair[0]]))
 
     def received(source: Ints) -> Ints:
         num_bytes: Ints = of_steps[source, every]
         routed = np.flatnonzero(prices.kind[source, every])
-        kept = wanted = np.ones((len(routed), 1), dtype=np.int64)
+        common = target = np.ones((len(routed), 1), dtype=np.int64)
         for dim, (lo, hi) in enumerate(sides):
             a, b = lists[source[routed], dim], lists[routed, dim]
-            kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
-            wanted = wanted * (hi[b] - lo[b])
-        num_bytes[routed] = np.max(wanted - kept, axis=-1, initial=0) * item_bytes(whole.dtype)
+            common = common * shared((lo[a], hi[a]), (lo[b], hi[b]))
+            target = target * (hi[b] - lo[b])
+        num_bytes[routed] = np.max(target - common, axis=-1, initial=0) * item_bytes(tensor.dtype)
         return num_bytes
 
     return received
@@ -275,27 +275,27 @@ def pair_costs(
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
     if not len(sources):
         return np.zeros(0)
-    layouts, ends = _distinct([*sources, *targets], layout_of)
-    left, right = ends[: len(sources)], ends[len(sources) :]
+    layouts, layout_index = _distinct([*sources, *targets], layout_of)
+    source_index, target_index = layout_index[: len(sources)], layout_index[len(sources) :]
     tensors = _ids((x.global_shape, x.dtype) for x in layouts)
-    wrong = tensors[left] != tensors[right]
+    wrong = tensors[source_index] != tensors[target_index]
     if wrong.any():
         edge = int(wrong.argmax())
         raise LayoutError(
             f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
             "need one shape and dtype"
         )
-    pairs, at = _numbered(left * len(layouts) + right)
-    left, right = np.divmod(pairs, len(layouts))
+    pairs, at = _numbered(source_index * len(layouts) + target_index)
+    source_index, target_index = np.divmod(pairs, len(layouts))
     # Pairs of one tensor with the same pending reductions share one matrix of prices.
     meshes = _ids(x.mesh for x in layouts)
-    alike = _ids((x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in layouts)
-    groups = np.where(meshes[left] == meshes[right], alike[left], -1)
+    spaces = _ids((x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in layouts)
+    groups = np.where(meshes[source_index] == meshes[target_index], spaces[source_index], -1)
     seconds = np.empty(len(pairs))
     for group in np.unique(groups):
         numbers = np.flatnonzero(groups == group)
-        starts, row = np.unique(left[numbers], return_inverse=True)
-        goals, column = np.unique(right[numbers], return_inverse=True)
+        starts, row = np.unique(source_index[numbers], return_inverse=True)
+        goals, column = np.unique(target_index[numbers], return_inverse=True)
         matrix = None
         if group >= 0:
             matrix = _from_prices(
@@ -304,7 +304,7 @@ def pair_costs(
         if matrix is not None:
             seconds[numbers] = matrix[row, column]
             numbers = numbers[~np.isfinite(seconds[numbers])]
-        each = zip(left[numbers], right[numbers], strict=True)
+        each = zip(source_index[numbers], target_index[numbers], strict=True)
         seconds[numbers] = [cost(layouts[a], layouts[b]) for a, b in each]
     every: Floats = seconds[at]
     return every
@@ -335,16 +335,16 @@ def _ids(values: Iterable[object]) -> Ints:
 
 
 def _distinct(
-    ends: Sequence[_End], layout_of: Callable[[_End], Layout]
+    values: Sequence[_End], layout_of: Callable[[_End], Layout]
 ) -> tuple[list[Layout], Ints]:
     """Return the distinct layouts, and the index of each object's layout among them.
 
     Objects are compared by identity first, for speed.
     """
-    ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
+    ids, at = _numbered(np.fromiter(map(id, values), np.int64, count=len(values)) >> 3)
     examples = np.empty(len(ids), dtype=np.int64)
     examples[at] = np.arange(len(at))
-    objects = [layout_of(ends[n]) for n in examples.tolist()]
+    objects = [layout_of(values[n]) for n in examples.tolist()]
     return list(dict.fromkeys(objects)), _ids(objects)[at]
 
 

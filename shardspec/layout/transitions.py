@@ -28,9 +28,9 @@ def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
 
     start = state_of(tensor.spec)  # refuses parts and blocks
     _check_size(states_of(tensor), tensor.mesh, tensor.spec.dims)
-    whole = tensor.with_spec(spec_of((((),) * tensor.spec.dims, start[1])))
-    prices = table_prices(whole, model)
-    received, specs = bytes_of_moves(prices, whole), [spec_of(s) for s in prices.space.states]
+    replicated = tensor.with_spec(spec_of((((),) * tensor.spec.dims, start[1])))
+    prices = table_prices(replicated, model)
+    received, specs = bytes_of_moves(prices, replicated), [spec_of(s) for s in prices.space.states]
     places = [_places(cuts, tensor.mesh.ndim) for cuts, _ in prices.space.states]
     changes = np.array(places, dtype=np.int64).reshape(len(specs), tensor.mesh.ndim)
     bits = 1 << np.arange(tensor.mesh.ndim)
@@ -82,25 +82,25 @@ def dot_text(layout: Layout, model: CostModel, plan: ConversionPlan | None = Non
     graph = priced_graph(layout, model)
     labels = {spec: _quoted(layout.with_spec(spec).labelled_spec) for spec in graph}
 
-    def edge(ends: tuple[str, str], step: Step, seconds: float, style: str) -> str:
+    def edge(nodes: tuple[str, str], step: Step, seconds: float, style: str) -> str:
         color = STEP_COLORS[step_kind(step)]
         axes = ",".join(layout.mesh.axis_labels(step.axes))
         text = _quoted(f"{step_text(step)} over {axes}, {seconds_text(seconds)}")
-        return f'  {ends[0]} -> {ends[1]} [label={text}, color="{color}"{style}];'
+        return f'  {nodes[0]} -> {nodes[1]} [label={text}, color="{color}"{style}];'
 
     lines = ["digraph transitions {", "  rankdir=LR; node [shape=box];"]
     path: dict[tuple[str, str], str] = {}
     if plan is not None:
         for (step, before, after), seconds in zip(plan.moves, plan.step_seconds, strict=True):
-            ends = _quoted(before.labelled_spec), _quoted(after.labelled_spec)
-            path[ends] = edge(ends, step, seconds, ", penwidth=3")
+            nodes = _quoted(before.labelled_spec), _quoted(after.labelled_spec)
+            path[nodes] = edge(nodes, step, seconds, ", penwidth=3")
     for spec in sorted(graph, key=state_of):
         lines.append(f"  {labels[spec]};")
         for reached, of in graph[spec].items():
-            ends = labels[spec], labels[reached]
+            nodes = labels[spec], labels[reached]
             # Permute and exchange connect any two specs; the picture has those of the plan.
-            if ends not in path and not isinstance(of["step"], Permute | Exchange):
-                lines.append(edge(ends, of["step"], of["seconds"], ""))
+            if nodes not in path and not isinstance(of["step"], Permute | Exchange):
+                lines.append(edge(nodes, of["step"], of["seconds"], ""))
     return "\n".join([*lines, *path.values(), "}", ""])
 
 

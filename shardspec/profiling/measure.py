@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, whole
+from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, bytes_ratio
 from shardspec.comm.steps import AllReduce, Exchange
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
@@ -52,7 +52,7 @@ def measure(
         times = {}
         for size in sizes:
             num_bytes, seconds = _time(communicator, kind, axes, size, repeats, device)
-            times[num_bytes * whole(kind, len(ids))] = seconds
+            times[num_bytes * bytes_ratio(kind, len(ids))] = seconds
         if len(ids) % nodes == 0:
             runs.append(Timing(kind, len(ids), nodes, times))
         if progress is not None:

@@ -132,8 +132,8 @@ def checked_inputs(
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
     if unknown := sorted(values.keys() - set(planned)):
         raise LayoutError(
-            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; remove it, or "
-            "make the plan with it"
+            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; leave it out, "
+            "or make the plan with it"
         )
 
 
@@ -306,7 +306,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
             if keys[id(theirs)] != keys[id(having[first])]:
                 raise LayoutError(
                     f"{name!r} is {shown(values[new])} on rank {first} and {shown(theirs[new])} on "
-                    f"rank {peer}; make them equal, or remove it"
+                    f"rank {peer}; make them equal, or leave it out"
                 )
     return values
 
@@ -468,7 +468,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
                 texts = [str(value) if value else "a plain value" for value in (before, layout)]
                 raise LayoutError(
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
-                    "them equal"
+                    "them alike"
                 )
     return layouts
 

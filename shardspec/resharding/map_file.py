@@ -168,7 +168,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         raise LayoutError(
-            f"the size {error.args[1][0]!r} refers to itself; give it as a number"
+            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
         ) from None
     for name in order:
         text = sizes.get(name)

@@ -489,7 +489,7 @@ def reshard_state(
         if device_mesh is None:
             if len(meshes) != 1:
                 raise LayoutError(
-                    f"the tensors are on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes

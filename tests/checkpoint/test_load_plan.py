@@ -115,7 +115,7 @@ def test_what_is_refused(checkpoint, whole):
     save_sharded(
         {n: DTensor(w, FOUR, "[R,S0]") for n, w in whole.items()}, checkpoint, overwrite=True
     )
-    with pytest.raises(CheckpointError, match="'q' is not as it was when the plan was made"):
+    with pytest.raises(CheckpointError, match="'q' has changed since the plan was made"):
         plan.run({})
 
 

@@ -253,7 +253,7 @@ def test_what_a_plan_that_quantizes_a_checkpoint_says(model):
         assert "\n" not in str(error.value)
     tensors = load_file(model / "model.safetensors")
     for changed, says in (
-        (torch.zeros(4, 4), "is not as it was"),
+        (torch.zeros(4, 4), "has changed since"),
         (torch.zeros(SHAPES[1]).to(torch.float8_e4m3fn), "is quantized already"),
     ):
         tensors["layers.1.up_proj.weight"] = changed

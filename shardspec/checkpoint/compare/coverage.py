@@ -30,7 +30,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 _MOST_KINDS: Final = 64
-"""Number of kinds of tensors whose results are kept; a model has few kinds."""
+"""Number of cached results; a model has few kinds of tensors."""
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 _Result = TypeVar("_Result")
@@ -42,14 +42,17 @@ Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
 
 @lru_cache(_MOST_KINDS)
 def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
-    """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
+    """Return the first region of a tensor that boxes do not cover exactly once; None if they tile.
 
-    Sweeps along the first dim. Between two neighboring cuts the set of boxes is constant, and
-    the remaining dims are swept recursively. A grid of n boxes takes O(n log n) per dim.
+    No box is empty. Sweeps along the first dim. Between two neighboring cuts the set of boxes is
+    constant, and the remaining dims are swept recursively. n boxes take O(n log n) per dim.
+
+    >>> find_flaw((4, 2), (((0, 3), (0, 2)),))
+    (((3, 4), (0, 2)), ())
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
+        """Check the part of the tensor in `prefix`, which all boxes of `met` cover."""
         dim = len(prefix)
         if not met or dim == len(shape):
             rest = ((0, size) for size in shape[dim:])
@@ -75,6 +78,11 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
     """Check that the boxes of a tensor tile it, once for every addend of a pending reduction.
 
     Returns groups of two or more replicas, whose bytes must be equal.
+
+    >>> check_tiling(Outline("w", (4,), "int8", None, (), ()))
+    Traceback (most recent call last):
+    shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file holds its part [0:4]; \
+restore the missing file or save again
     """
     same: dict[ReplicaKey, list[AnyBox]] = {}
     for stored in tensor.boxes:
@@ -119,8 +127,8 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
 def memoize_by_boxes(
     find: Callable[[AnyOutline], _Result],
 ) -> Callable[[AnyOutline], _Result]:
-    """Return a function that is called once for outlines that share the same tuple of boxes."""
-    # Keys have the ids of boxes, which the outlines keep alive.
+    """Return a function that computes one result for all outlines with the same tuple of boxes."""
+    # Keys contain ids of tuples, which the outlines keep alive.
     results: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
 
     def memoized(outline: AnyOutline) -> _Result:
@@ -138,7 +146,11 @@ def memoize_by_boxes(
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return the global index of an element of a box."""
+    """Return the global index of an element of a box.
+
+    >>> element_index(((2, 4), (1, 4)), 5)
+    (3, 3)
+    """
     index: list[int] = []
     for lo, hi in reversed(box):
         element, at = divmod(element, hi - lo)
@@ -149,7 +161,7 @@ def element_index(box: Box, element: int) -> tuple[int, ...]:
 def read_both(
     a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
 ) -> Iterator[tuple[Box, memoryview, memoryview]]:
-    """Yield the common blocks of a box in both tensors, and their bytes, valid until the next."""
+    """Yield blocks of a box, and the bytes of each in both tensors, valid until the next block."""
     buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
     rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
     for block in chunks(box, BLOCK_BYTES // most):
@@ -171,7 +183,7 @@ def check_replicas(
 
     With `trust_digests`, boxes with equal digests count as equal and are not read.
     """
-    # Each by itself, wherever its elements lie in its file.
+    # One tensor for each replica, whatever its strides.
     by_itself = replace(tensor, pending=())
     alone = [replace(by_itself, boxes=(replace(box, addend=()),)) for box in group]
     first = group[0]
@@ -217,7 +229,7 @@ def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counte
     """Check that boxes tile every tensor and replicas agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
-    # Tensors that are sharded alike share one count.
+    # Tensors with the same layout share one count.
     counts: dict[int, Counter[_Place]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
@@ -232,7 +244,7 @@ def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counte
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
     made: dict[int, Mapping[StoragePath, int]] = {}
-    """Reads by identity: codes and scales are computed from the same bytes."""
+    """Reads by id: codes and scales are computed from the same bytes, which count once."""
     for key, elements in counts.items():
         for (path, computed), size in elements.items():
             if computed is None:

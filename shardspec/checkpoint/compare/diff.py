@@ -42,7 +42,7 @@ from shardspec.layout.picture import ids_text
 from shardspec.resharding.state import dotted_name
 
 _MOST_TEXT: Final = 60
-"""Characters that are shown of a value that is not a tensor."""
+"""Characters shown of a value that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Difference:
 
     name: str
     problem: str
-    """Sentence about the difference, without the name."""
+    """Rest of a sentence that begins with the name: ``has shape [2] in the first, ...``."""
     index: tuple[int, ...] | None = None
     """First element that differs, in row-major order; None if shapes, dtypes or names differ."""
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -88,12 +88,20 @@ class DiffExtent:
 
 
 def amount_text(extent: DiffExtent) -> str:
-    """Return the largest differences as text: ``0.25 (relative 0.01)``."""
+    """Return the largest differences as text.
+
+    >>> amount_text(DiffExtent(6, 1, 0.25, 0.01, (0, 0)))
+    '0.25 (relative 0.01)'
+    """
     return f"{extent.max_abs:.3g} (relative {extent.max_rel:.3g})"
 
 
 def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
-    """Return the extent of several tensors together."""
+    """Return the extent of several tensors together.
+
+    >>> total_extent([DiffExtent(6, 1, 0.25, 0.01, (0, 0)), DiffExtent(4, 2, 3.0, 0.5, (1, 0))])
+    DiffExtent(elements=10, differing=3, max_abs=3.0, max_rel=0.5, nans=(1, 0))
+    """
     every = list(extents)
     return DiffExtent(
         sum(extent.elements for extent in every),
@@ -105,7 +113,7 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
-    """Return new name to old name in the first checkpoint, and the names in the second."""
+    """Return the tensors to compare: new name to name in the first, and names in the second."""
     chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
 
@@ -130,6 +138,14 @@ def diff_checkpoints(
     tolerance the test is ``|x - y| <= atol + rtol * |y|`` in float64, with ``x - y`` exact for
     integers. Then every NaN equals every NaN, an infinity equals only itself, and floating point
     dtypes may differ. `progress` is called with bytes of the first checkpoint.
+
+    >>> import tempfile, torch
+    >>> from shardspec import save_sharded
+    >>> paths = [tempfile.mkdtemp() for _ in range(2)]
+    >>> for path, last in zip(paths, (3.0, 5.0)):
+    ...     save_sharded({"w": torch.tensor([1.0, last])}, path)
+    >>> [(found.name, found.index, found.extent.max_abs) for found in diff_checkpoints(*paths)]
+    [('w', (1,), 2.0)]
     """
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
@@ -168,7 +184,7 @@ def diff_checkpoints(
 def values_to_compare(
     a: Catalog, b: Catalog, choice: Choice
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the entries to compare that are not tensors, by the names in the second."""
+    """Return the entries of both to compare that are not tensors, by names in the second."""
     if "tensors" in _kept(a, b):
         return {}, {}
     names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
@@ -178,13 +194,13 @@ def values_to_compare(
 
 
 def _kept(*sources: Catalog) -> set[str]:
-    """Return `Format.keeps` of each checkpoint."""
+    """Return the `Format.keeps` of checkpoints."""
     formats = (format_called(source.format) for source in sources)
     return {"values" if format is None else format.keeps for format in formats}
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries without nesting, which depends on the format; no mentions of other files."""
+    """Return entries by dotted name, as nesting depends on the format; skip other files."""
     return {
         dotted_name(path): leaf
         for name, value in values.items()
@@ -218,9 +234,9 @@ def _different_values(
 
 
 def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
-    """Return True if two values are equal: within the tolerances, or without any bit by bit."""
+    """Return True if two values are equal within tolerances; without tolerances, bit by bit."""
     if (atol or rtol) and _is_number(x) and _is_number(y):
-        with suppress(OverflowError):  # whole numbers may be too large for a float
+        with suppress(OverflowError):  # an integer may be too large for a float
             near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
             return x == y or bool(near.all())
     if type(x) is not type(y):
@@ -251,7 +267,7 @@ def _difference(
     files: OpenFiles,
     compared: Callable[[int], None],
 ) -> Difference | None:
-    """Return the first difference and its extent; `compared` is called with bytes."""
+    """Return the difference of two tensors, if any; `compared` is called with the bytes read."""
     if x.shape != y.shape:
         shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
         return Difference(name, f"has shape {shapes}")
@@ -294,7 +310,7 @@ def _difference(
 
 
 def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
-    """Return an element of both as text, with placeholders for the ranks that hold it."""
+    """Return an element of both as text, with a placeholder for the ranks of each."""
     values = [
         repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
     ]
@@ -307,7 +323,7 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
 def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
-    """Return how much elements differ, which are given as bytes."""
+    """Return the extent of the difference of elements; `a` and `b` are their bytes."""
     first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
     apart, sizes = _distances(first, second)
     nans = first != first, second != second
@@ -329,7 +345,7 @@ def _is_real(dtype: str) -> bool:
 
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose boxes hold an element."""
+    """Return the ranks whose boxes contain an element."""
     ranks = {
         stored.rank
         for stored in tensor.boxes
@@ -347,9 +363,9 @@ def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArra
 
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how far numbers are apart, and how large the second ones are."""
+    """Return the distances |x - y|, and |y|."""
     if x.dtype.kind in "iu":
-        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+        # float64 cannot tell 2**53 from 2**53 + 1. Unsigned, a difference is right modulo 2**64.
         a, b = x.astype(np.uint64), y.astype(np.uint64)
         return np.where(x > y, a - b, b - a).astype(np.float64), np.abs(y.astype(np.float64))
     wide = np.complex128 if x.dtype.kind == "c" else np.float64

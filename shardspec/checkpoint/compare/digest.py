@@ -69,15 +69,15 @@ def digest(
 
     It depends only on the names, dtypes, shapes and bits of the tensors, not on sharding, files or
     formats. `docs/digest.md` has the formula. In a job, every rank of a state dict's mesh calls
-    this and gets the same result; each sends three numbers per tensor.
+    it and gets the same result; each sends three numbers per tensor.
 
     Parameters
     ----------
     source
-        A checkpoint in any format that `open_checkpoint` reads, or one that is open; or a state
-        dict as `save_sharded` takes it, whose plain values do not count.
+        A checkpoint in any format that `open_checkpoint` reads, or an open one; or a state dict as
+        `save_sharded` takes it, whose plain values do not count.
     names, drop
-        Digests are those of the tensors that a map makes, as for `merge`; of a state dict too.
+        Digest the tensors that a map makes, as for `merge`; for state dicts too.
     seed
         Selects the hash keys, in place of the fixed default ones.
     communicator
@@ -86,20 +86,20 @@ def digest(
         Digest only the boxes of a state dict that this process saves, without the other ranks.
         Parts add up: ``sum(parts, Digests({})).require_complete()``.
     progress
-        Called with the bytes of a checkpoint that are read so far, and in all.
+        Called with the bytes read from a checkpoint so far, and in all.
 
     Other Parameters
     ----------------
     include, exclude, rename
-        Which tensors of a checkpoint, and under which names, as for `merge`.
+        Selection of a checkpoint's tensors and their new names, as for `merge`.
 
     Raises
     ------
     LayoutError
         If a reduction of a checkpoint is pending, or the map does not fit it.
     CheckpointError
-        If a checkpoint is damaged, boxes do not tile a tensor, or replicas differ. Of a state dict
-        any of these, on every rank.
+        If a checkpoint is damaged, boxes do not tile a tensor, or replicas differ. For a state
+        dict, every rank raises it.
 
     Examples
     --------
@@ -222,7 +222,7 @@ def named_state(source: Catalog, names: Names | None, drop: Patterns = ()) -> Ca
 
 
 def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
-    """Return the bits of a box in memory, in its own order."""
+    """Return the bits of a box in memory, without copying them."""
     shape = box_shape(stored.box)
     if stored.computed is None:
         return np.broadcast_to(np.zeros((), bits_type(width)), shape)
@@ -232,7 +232,7 @@ def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
 
 
 def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: int = 0) -> Digests:
-    """Return the sums of the digests of all processes of a mesh; every one of them calls this."""
+    """Return the sums of the digests of all processes of a mesh; all of them call it."""
     names, (first, *others) = sorted(mine), communicator.addressable
     sums = np.array([mine[name].sums for name in names], np.uint64)
     own: dict[int, bytes | None] = {first: sums.tobytes(), **dict.fromkeys(others, None)}
@@ -249,7 +249,7 @@ def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: i
 
 
 def read_digests(path: PurePath | str) -> Digests:
-    """Read a file of digests; CheckpointError for any other file."""
+    """Return the digests in a file; raises CheckpointError for any other file."""
     place = storage_path(path)
     return digests_of_json(read_json(place, "digests"), str(place))
 
@@ -266,7 +266,14 @@ def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwri
 
 
 def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:
-    """Write a file of digests, a line a tensor."""
+    """Write a file of digests, one line per tensor.
+
+    >>> import tempfile
+    >>> place = storage_path(tempfile.mkdtemp()) / "digests.json"
+    >>> write_digests(place, Digests({"w": TensorDigest("int8", (0,))}), overwrite=False)
+    >>> list(read_digests(place))
+    ['w']
+    """
     record = digests.to_json()
     tensors = record.pop("tensors")
     assert isinstance(tensors, dict), "by name"

@@ -24,7 +24,7 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """Boxes and their ranks: those of the layout if it is known, else those stored."""
+    """Boxes and the ranks that have them: by the layout if it is known, else the stored ones."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every nonempty box, and its ranks."""
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 
 
 def _holders(boxes: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
-    """Return the ranks of each box; `num_ranks` is 0 if not known."""
+    """Return the ranks of each box; `num_ranks` is 0 if it is unknown."""
     ranks_of: dict[Box, dict[int, None]] = {}
     for box, rank in boxes:
         ranks_of.setdefault(box, {})[rank] = None
@@ -65,7 +65,7 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint, or a selection of its tensors, which are looked up on each access."""
+    """A checkpoint or a selection of its tensors; each access looks the tensors up again."""
 
     source: Catalog
     names: tuple[str, ...]
@@ -86,7 +86,7 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
-        """Return sums over the parts of the model, by how the names of their tensors begin."""
+        """Return sums over the groups of tensors that `groups_of` makes of their names."""
         groups = {}
         for group, names in groups_of(self.names).items():
             tensors = list(map(self.source.outline, names))
@@ -96,12 +96,12 @@ class CheckpointSummary:
         return groups
 
     def parameters(self) -> tuple[int, int]:
-        """Return the elements of the model's tensors, and those of the optimizer's state."""
+        """Return the number of elements of the model, and of the optimizer's state."""
         model, states = self.apart()
         return model.elements, states.elements
 
     def apart(self) -> "tuple[CheckpointSummary, CheckpointSummary]":
-        """Return the model's tensors, and those of the optimizer's state."""
+        """Return summaries of the model's tensors and of the optimizer's state."""
         model = tuple(name for name in self.names if optimizer_kind(name) is None)
         chosen = set(model)
         states = tuple(name for name in self.names if name not in chosen)
@@ -109,7 +109,7 @@ class CheckpointSummary:
 
     @property
     def elements(self) -> int:
-        """Elements of all global tensors."""
+        """Number of elements of all global tensors."""
         return sum(prod(tensor.shape) for tensor in self.outlines)
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
@@ -119,7 +119,7 @@ class CheckpointSummary:
         return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
 
     def holders(self, tensor: AnyOutline) -> RowHolders:
-        """Return every box and the ranks that hold it."""
+        """Return every box of a tensor and the ranks that have it."""
         layout = self.layout(tensor)
         if layout is not None:
             return _holders_by(layout)
@@ -127,7 +127,7 @@ class CheckpointSummary:
 
     @property
     def rank_files(self) -> list[tuple[int, int, str | None]]:
-        """Device to bytes and file: each device of the mesh, or each one that stored a box."""
+        """(device, bytes, file) for each device of the mesh, or each one that stored a box."""
         # Many tensors share one tuple of boxes.
         alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
@@ -155,7 +155,7 @@ class CheckpointSummary:
         return sizes
 
     def facts(self) -> dict[str, object]:
-        """Return all but the tensors as plain values."""
+        """Return the summary as plain values, without the tensors."""
         source, mesh, groups = self.source, self.source.mesh, self.groups()
         return {
             "directory": str(source.directory),
@@ -206,13 +206,26 @@ def _file(path: StoragePath, directory: StoragePath) -> str:
 
 
 def other_text(value: object, most: int = 200) -> str:
-    """Return a value that is not a tensor as text of at most `most` characters."""
+    """Return a value that is not a tensor as text of at most `most` characters.
+
+    >>> other_text(list(range(9)), 12)
+    '[0, 1, 2, 3…'
+    """
     text = value.text if isinstance(value, catalog.OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
-    """Return a summary of a checkpoint; its metadata is checked, its data is not read."""
+    """Return a summary of a checkpoint; its metadata is checked, its data is not read.
+
+    >>> import tempfile, torch
+    >>> from shardspec import save_sharded
+    >>> path = tempfile.mkdtemp()
+    >>> save_sharded({"up.weight": torch.ones(2, 3), "step": 7}, path)
+    >>> summary = inspect_checkpoint(path)
+    >>> summary.names, summary.num_bytes, dict(summary.extras)
+    (('up.weight',), 24, {'step': 7})
+    """
     source = as_catalog(directory)
     names = tuple(natural_order(source.names))
     summary = CheckpointSummary(source, names, {}, run_facts(source))
@@ -227,14 +240,14 @@ def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary
 
 
 _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
-"""A component of a name that counts something, such as the 12 of ``layers.12.up.weight``."""
+"""Number in a name, such as the 12 of ``layers.12.up.weight``."""
 _MOMENT: Final = re.compile(
     r"(?:^|\.)(max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step)(?=\.|$)"
 )
 _OPTIMIZER: Final = re.compile(
     rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
 )
-"""Names of an optimizer's state, as torch, Megatron and DeepSpeed give them."""
+"""Names of an optimizer's state in checkpoints of torch, Megatron and DeepSpeed."""
 _MAIN: Final = re.compile(r"optimizer\.state\.((?:fp32_)?param)\.")
 """Main parameters of Megatron's distributed optimizer."""
 _NUMBERED: Final = "(numbered)"
@@ -279,7 +292,7 @@ def repeated_layers(alike: Mapping[str, Hashable]) -> list[Repeated]:
 
 
 def _blocks(numbers: Sequence[_Numbers]) -> Iterator[list[_Numbers]]:
-    """Split sorted tuples into blocks with every combination of a few numbers at each place."""
+    """Split sorted tuples into products: (0, 1), (0, 2), (4, 1), (4, 2) is (0, 4) × (1, 2)."""
     if not numbers[0]:
         yield []
         return
@@ -295,7 +308,7 @@ def _blocks(numbers: Sequence[_Numbers]) -> Iterator[list[_Numbers]]:
 
 
 def _numbers_text(numbers: _Numbers) -> str:
-    """Return numbers in braces, many in a row by the first and the last; one as it is.
+    """Return numbers in braces, with runs as ranges; a single number without braces.
 
     >>> _numbers_text((0, 1, 2, 5)), _numbers_text((4,))
     ('{0..2,5}', '4')
@@ -304,10 +317,10 @@ def _numbers_text(numbers: _Numbers) -> str:
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sort names into a few groups by how they begin: ``layers``, ``embed``, ``norm``.
+    """Group names by their first words: ``layers``, ``embed``, ``norm``.
 
-    The name of a group is the text before the first number, or before the last word of a name. It
-    is shorter where there would be too many groups.
+    A group is the text before the first number, or before the last word of a name. It is shorter
+    if there would be too many groups.
 
     >>> {group: len(of) for group, of in groups_of(["a.h.0.w", "a.h.1.w", "a.emb.w", "b"]).items()}
     {'a.emb': 1, 'a.h': 2, 'b': 1}
@@ -341,16 +354,16 @@ def optimizer_kind(name: str) -> str | None:
 
 
 def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:
-    """Return the prefix of all names and that of the others; None if names differ otherwise.
+    """Return the prefixes that distinguish names from the others; None if more differs.
 
-    One side may have more names than the other; none may be the same on both.
+    One side may have more names than the other. No name may be on both sides.
 
     >>> prefix_change(["model.a.w", "model.b"], ["a.w", "b", "head"])
     ('model.', '')
     """
     if not names or not others or not set(names).isdisjoint(others):
         return None
-    # By how they end, from the start of a component.
+    # Every suffix that starts at a component, and a name with it.
     ending: dict[str, str] = {}
     for other in others:
         for end in _ends(other):
@@ -368,7 +381,7 @@ def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str,
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its first words."""
+    """Yield the suffixes of a name by words: ``a.b.c``, ``b.c``, ``c``."""
     while name:
         yield name
         name = name.partition(".")[2]

@@ -5,8 +5,8 @@ copy_file_range, and the bytes are checked on the way. Memory does not grow with
 tensor.
 
 On a disk, a task is all extents of a tensor, so each stored box is read and checked once. In an
-object store, a task is one file, written from start to end. It appears when it is complete, and
-the file that it replaces stays until then.
+object store, a task is one file, written from start to end. The file appears when it is complete,
+and the one that it replaces stays until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -70,12 +70,12 @@ _MAX_SPANS: Final = 64
 """Maximum number of separate spans of one box; reading a few of its columns makes more."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done so far and the total."""
+"""Function of the bytes done so far and the total."""
 _Seen: TypeAlias = Callable[[int, memoryview], int]
-"""Called with the file position and the bytes of each read."""
+"""Function of the file position and the bytes of each read."""
 _Key: TypeAlias = tuple[StoragePath, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
-"""First byte to the end and the CRC-32; no two touch."""
+"""Start of each span to its end and CRC-32; adjacent spans are merged."""
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
@@ -110,7 +110,7 @@ class Checks:
         return (stored.path, stored.digest) in self._open
 
     def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
-        """Take in bytes from a position in the file of a box; return their CRC-32.
+        """Add bytes at a position in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest differs.
         """
@@ -211,9 +211,9 @@ def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockP
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, list[BlockPart]]]:
-    """Cut a box of a tensor into blocks of at most `most` bytes, a multiple of every item size.
+    """Yield the blocks of a box of a tensor: bytes, and parts in stored boxes of all addends.
 
-    Yields the number of bytes of each block and its parts in stored boxes, for all addends.
+    A block has at most `most` bytes, a multiple of every item size.
     """
     width = item_bytes(tensor.dtype)
     stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
@@ -261,7 +261,7 @@ def read_box(
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
 
         def read(part: BlockPart, room: memoryview = room) -> int | None:
-            """Return the CRC-32 of a part that was read in one go, if it was taken."""
+            """Read a part; return its CRC-32 if one read computed it."""
             stored = part.stored
             if stored.computed is not None:
                 stored.computed.fill(part.start, part.steps, room, part.at)
@@ -324,7 +324,7 @@ def _reduce(
     reduce(tensor.dtype, tensor.pending, addends(), numbers)
 
 
-def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as that of a file
+def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as `read_into` of files
     buffer[:] = bytes(len(buffer))
 
 
@@ -335,7 +335,7 @@ def _read(
     scratch: memoryview,
     seen: _Seen | None,
 ) -> int | None:
-    """Read a part into its block; return the CRC-32 of a single row if it was taken."""
+    """Read a part into its block; return the CRC-32 if it is a single row and checked."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
@@ -360,7 +360,7 @@ def _read(
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
     """Copy file bytes, starting with the first of a part, to their places in its block."""
     *outer, (width, _, _) = part.steps
-    # Importing numpy takes as long as copying 200 MiB, and long rows need none.
+    # Importing numpy takes as long as copying 200 MiB, and long rows do not need it.
     if len(outer) == 1 and width >= _LONG_ROW:
         ((count, step, step_in),) = outer
         for row in range(count):
@@ -458,7 +458,7 @@ class Output:
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
-        """The same for whole files that are complete."""
+        """CRC-32 of every complete file; 0 if they are not computed."""
         self._tasks = partial(plan_tasks, target, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
         """Number of extents of each tensor that are not copied yet."""
@@ -481,7 +481,7 @@ class Output:
         return self.target.files[at[0]].extents[at[1]]
 
     def write(self) -> Written:
-        """Write all files and publish the output; return the files."""
+        """Write all files and publish the output; return the written files."""
         files = {file.name: file.num_bytes for file in self.target.files}
         listing = None if self.target.listing is None else self.target.listing.name
         if listing is not None:
@@ -499,7 +499,7 @@ class Output:
             return self._finish()
 
     def _finish(self) -> Written:
-        """Complete the files, the listing last, and return all of them."""
+        """Complete all files, the listing last, and return them."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -512,7 +512,7 @@ class Output:
         return written
 
     def _run(self) -> None:
-        """Do all tasks, in threads; the first that fails stops the others."""
+        """Run all tasks in threads; the first that fails stops the others."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
@@ -545,7 +545,7 @@ class Output:
                 raise
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Do one task."""
+        """Run one task."""
         if self.whole_files:
             ((whole, _), *_) = task
             self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
@@ -563,9 +563,9 @@ class Output:
                     writers[file](offset, data)
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield the (position, bytes) pairs of a file; record its CRC-32 if requested.
+        """Yield the (position, bytes) pairs of an extent; record its CRC-32 if requested.
 
-        Each counts as written once the next one is asked for.
+        A pair counts as written when the caller asks for the next one.
         """
         tensor, box, at = self._extent((file, number))
         stored, checks = self.source.tensor(tensor.source), None
@@ -629,7 +629,7 @@ class Output:
                 self.progress(self._done, self._total)
 
     def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
-        """Write a file from start to end; all but its extents without `blocks`, which reads one."""
+        """Write a file from start to end; `blocks` reads an extent, None skips all extents."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
             ((raw.offset, raw) for raw in file.raw),

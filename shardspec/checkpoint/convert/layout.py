@@ -22,7 +22,12 @@ def layouts_by_rules(
     wanted: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return the layout of each tensor: by the rule for it, else `otherwise`, else replicated."""
+    """Return the layout of each tensor: by its rule, else by `otherwise`, else replicated.
+
+    >>> tensor = OutputTensor("w", "w", (4, 3), "int8")
+    >>> layouts_by_rules(DeviceMesh(range(2), (2,)), {"w": "[S0,R]"}, [tensor])["w"].spec
+    ShardingSpec.parse('[S0,R]')
+    """
     specs = match_rules(rules, {tensor.name: tensor.shape for tensor in wanted}, mesh)
     layouts = {}
     layout = lru_cache(None)(partial(Layout, mesh))
@@ -32,8 +37,8 @@ def layouts_by_rules(
             spec = ShardingSpec(len(tensor.shape)) if otherwise is None else otherwise(tensor)
         if spec.partials:
             raise LayoutError(
-                f"tensor {tensor.name!r}: spec {spec} has pending reductions, but what is written "
-                "or loaded has none; leave them out"
+                f"tensor {tensor.name!r}: spec {spec} has pending reductions, but written and "
+                "loaded tensors have none; leave them out"
             )
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
@@ -51,7 +56,7 @@ def layouts_like(
     """Return the mesh of another checkpoint, and its layout of each tensor for these shapes."""
     if other.mesh is None:
         raise CheckpointError(
-            f"{other.directory}: a checkpoint in the format of {other.format} does not say its "
+            f"{other.directory}: a checkpoint in the format of {other.format} does not record its "
             "mesh and specs; give ",
             *_MESH_AND_RULES,
         )
@@ -60,13 +65,13 @@ def layouts_like(
     def spec_of(tensor: OutputTensor) -> ShardingSpec:
         if tensor.name not in names:
             raise CheckpointError(
-                f"{other.directory}: has no tensor {tensor.name!r} that says how to shard it; "
-                "rename it, exclude it, or give ",
+                f"{other.directory}: has no tensor {tensor.name!r} to shard like; rename it, "
+                "exclude it, or give ",
                 *_MESH_AND_RULES,
             )
         spec = other.outline(tensor.name).spec
         if spec is None or spec.dims != len(tensor.shape):
-            problem = "does not say how it is sharded" if spec is None else f"shards it by {spec}"
+            problem = "does not record its spec" if spec is None else f"shards it by {spec}"
             raise CheckpointError(
                 f"{other.directory}: {problem}, but tensor {tensor.name!r} has {len(tensor.shape)} "
                 "dims; give ",

@@ -1,4 +1,4 @@
-"""Renames a checkpoint to a model's names in another tool, given only the model's config."""
+"""Renames the tensors of a checkpoint to those of another tool, by the model's config."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,8 +53,7 @@ class ModelNames(CatalogNaming):
     config: Mapping[str, object]
     names: NamesOf
     home: StoragePath | None
-    """Directory of the config, whose files are copied into an output directory; None for the files
-    beside the checkpoint."""
+    """Directory of the config, whose files outputs copy; None for the checkpoint's directory."""
     fill_from: catalog.Catalog | None
     drop_rows: bool = False
     """True if rows beyond the vocabulary are dropped, whatever they contain."""
@@ -91,7 +90,7 @@ class ModelNames(CatalogNaming):
         """Return the maps from the tensors of a source to these names."""
         if self.fill_from is not None:
             raise LayoutError(
-                "tensors are filled in from another checkpoint in files alone; leave out ",
+                "only checkpoints in files can be filled in from another; leave out ",
                 Argument("fill_from"),
             )
         with _about_input():
@@ -147,7 +146,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return the way from tensors to these names, or to files where more are filled in."""
+        """Return the maps from tensors to these names; with `fill_from`, to those of files."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)
@@ -161,7 +160,7 @@ class ModelNames(CatalogNaming):
             raise LayoutError(
                 f"{where} lacks {shown(name)}{f' and {rest} more' if rest else ''}, "
                 f"which a model of the family {model.family.name!r} has by the config; correct the "
-                "config, or take what is lacking from the original checkpoint with ",
+                "config, or take missing tensors from the original checkpoint with ",
                 Argument("fill_from"),
             )
         renamed = None
@@ -172,9 +171,9 @@ class ModelNames(CatalogNaming):
             if self.names == "hf" and self._is_wrapped:
                 if found.format != "hf":
                     raise LayoutError(
-                        f"the config is of {shown(self.config.get('model_type'))}, of which "
-                        f"{where} has the language model alone; give the language model's own "
-                        "config, or take the rest from the original with ",
+                        f"the config is of {shown(self.config.get('model_type'))}, but {where} "
+                        "has only its language model; give the language model's own config, or "
+                        "take the rest from the original with ",
                         Argument("fill_from"),
                     )
                 maps = (*maps, *_respelled(model, found.spelling))
@@ -184,7 +183,7 @@ class ModelNames(CatalogNaming):
         return _Way(model, found, renamed, maps)
 
     def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
-        """Return the rows beyond the vocabulary that the target lacks, by plain names."""
+        """Return the range of padding rows that the target lacks, by plain names."""
         vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
         kept = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
         if self.drop_rows or kept or self.names == way.format or not isinstance(vocab, int):
@@ -200,14 +199,14 @@ class ModelNames(CatalogNaming):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True if the config is that of a model which wraps a language model."""
+        """True if the config is for a model that wraps a language model."""
         family = family_of(self.config)
         return self.config.get("model_type") not in (None, *family.model_types)
 
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
-        """Return part of a model with its missing tensors, and those unknown to the family."""
+        """Return part of a model, plus missing and unknown tensors from the original."""
         weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
@@ -288,7 +287,7 @@ def model_names(
         if place.is_dir():
             place = place / "config.json"
         config = read_json_object(place)
-        # What lies beside a file of another name need not be of this model.
+        # Files beside a config of another name may belong to another model.
         home = storage_path(str(place.parent)) if place.name == "config.json" else None
     with _about_input():
         family_of(config)
@@ -320,7 +319,7 @@ def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
 
 
 class Assembled(catalog.DerivedCatalog):
-    """Tensors of several checkpoints, each under a name of its own."""
+    """Tensors of several checkpoints under new names."""
 
     def __init__(
         self,
@@ -355,7 +354,11 @@ class Assembled(catalog.DerivedCatalog):
 
 
 def without_optimizer(names: Iterable[str]) -> list[str]:
-    """Return the names that are not optimizer state."""
+    """Return the names that are not optimizer state.
+
+    >>> without_optimizer(["up.weight", "optimizer.state.exp_avg.up.weight"])
+    ['up.weight']
+    """
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
@@ -367,7 +370,7 @@ def _without(model: Model, found: Recognized) -> Model:
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the map from names in files to those of a spelling; None if they are equal."""
+    """Return the maps from names in files to those of a spelling; none if they are equal."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
@@ -403,7 +406,7 @@ def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:
-    """Raise CheckpointError if a tied tensor differs from the tensor that it repeats."""
+    """Raise CheckpointError if a tied tensor differs from its original."""
     place = "megatron" if target in ("megatron", "torch_dist", "sharded") else target
     repeated = [own for own in model.tensors if own.copy_of and own.places.get(place, ()) is None]
     for tensor in (*model.copies, *repeated):
@@ -418,8 +421,8 @@ def _check_copies(source: catalog.Catalog, model: Model, format: str, target: st
             pair = (Assembled(source, {copied[0]: (source, name)}) for name in (own[0], copied[0]))
             for _ in diff_checkpoints(*pair):
                 raise CheckpointError(
-                    f"{source.directory}: {shown(own[0])} is to repeat {shown(copied[0])} by the "
-                    "config, but differs from it; correct the config"
+                    f"{source.directory}: config ties {shown(own[0])} to {shown(copied[0])}, but "
+                    "they differ; correct the config"
                 )
 
 
@@ -428,7 +431,7 @@ def load_map(
 ) -> "NameMap | ModelNames":
     """Return a name map from a TOML file, with the sizes of a model's config.
 
-    Kept for this version: `NameMap.load` reads files. A name of the former maps, such as
+    Deprecated: use `NameMap.load` for files. A name of a former map, such as
     ``"qwen3-hf-to-fused"``, means `model_names` of the config.
 
     Raises

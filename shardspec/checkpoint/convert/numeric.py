@@ -22,7 +22,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 RawNumbers: TypeAlias = NDArray[Any]
 """Numbers of any dtype as unsigned integers of its size."""
 
-# dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
+# dtype: (bits of the fraction, bias, True if the code of -0 is its only NaN)
 _EIGHT_BITS: Final = {
     "float8_e4m3fn": (3, 7, False),
     "float8_e5m2": (2, 15, False),
@@ -30,7 +30,7 @@ _EIGHT_BITS: Final = {
     "float8_e5m2fnuz": (2, 16, True),
 }
 _E4M3FN_LIMIT: Final = 464
-"""Larger numbers do not round to 448, the largest number of float8_e4m3fn."""
+"""Largest number that rounds to 448, the largest number of float8_e4m3fn."""
 _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 """The upper half of every float32, followed by zeros."""
 _AT_ONCE: Final = 1 << 16
@@ -44,7 +44,11 @@ FOUR_BITS: Final = np.array(
 
 
 def strips(height: int, width: int) -> Iterator[slice]:
-    """Yield ranges of rows of a matrix that fit one step of work."""
+    """Yield ranges of rows of a matrix that fit one step of work.
+
+    >>> list(strips(3, 1 << 15))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
     step = max(1, _AT_ONCE // max(1, width))
     for row in range(0, height, step):
         yield slice(row, min(row + step, height))
@@ -54,6 +58,9 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
     """Return the numbers in bytes; dtypes that numpy lacks become float32.
 
     Two numbers in one byte, the low half first, are one complex number.
+
+    >>> numbers(np.uint8([0x80, 0x3F]), "bfloat16")
+    array([1.], dtype=float32)
     """
     if dtype == "bfloat16":
         # bfloat16 is the upper half of a float32.
@@ -113,7 +120,7 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
     """
     bits = values.view(np.uint32)
     odd = bits & np.uint32(0xFFFF)
-    odd += np.uint32(0xFFFF)  # the next bit is set if any was
+    odd += np.uint32(0xFFFF)  # sets bit 16 if any lower bit was set
     odd |= bits
     odd >>= np.uint32(16)
     # Three times as fast as an index in brackets.
@@ -140,7 +147,10 @@ def _eight_bit_codes(dtype: str) -> Bytes:
 def narrow(values: NDArray[Any], dtype: str) -> Bytes:
     """Return numbers as bytes of a dtype, rounded to nearest, ties to even.
 
-    For bfloat16 and for numbers of eight bits, which have a sign, `values` are float32.
+    For bfloat16 and signed 8-bit floats, `values` are float32.
+
+    >>> narrow(np.float32([1.0]), "bfloat16").tolist()
+    [128, 63]
     """
     if dtype != "bfloat16" and not dtype.startswith("float8"):
         return values.astype(np.dtype(dtype), copy=False).view(np.uint8)
@@ -210,7 +220,7 @@ def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosse
         return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))
 
     if target == "float8_e4m3fn":
-        # Its largest number takes what rounds to it, and whatever is larger.
+        # All larger numbers become its largest number.
         overflows = int(np.count_nonzero(np.abs(before) > _E4M3FN_LIMIT))
     else:
         overflows = max(more(np.isinf), 0)
@@ -233,13 +243,18 @@ def reduce(
 
     The pending reductions share one operation, or are sums and means. A sum may have weights. The
     memory of each addend may be reused for the next one and for the result.
+
+    >>> out, addends = np.zeros(4, np.uint8), (np.float32([x]).view(np.uint8) for x in (1, 2))
+    >>> reduce("float32", [StoredReduction("sum", 2)], addends, out)
+    >>> out.view(np.float32)
+    array([3.], dtype=float32)
     """
     combine = _UFUNCS[pending[0].op]
     divisor = prod(p.addends for p in pending if p.op == "avg")
     weights = pending[0].weights
     parts = [slice(at, at + _SUMMED_BYTES) for at in range(0, len(out), _SUMMED_BYTES)]
     totals: list[NDArray[Any]] = []
-    # Overflow and NaN are results like others, as they are in torch.
+    # Overflow and NaN are results, as in torch.
     with np.errstate(all="ignore"):
         for number, raw in enumerate(addends):
             for place, part in enumerate(parts):

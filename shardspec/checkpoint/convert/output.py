@@ -146,7 +146,7 @@ class WriteOptions(Choice):
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """Facts about an output that was written, or after a dry run would be."""
+    """Facts about a written output, or after a dry run about the planned one."""
 
     path: PurePath
     """The output, as the user named it."""
@@ -155,35 +155,34 @@ class WriteReport:
     read: str
     """Title of the source's format."""
     reads: Mapping[str, int]
-    """The files that tensors are read from, and the bytes of their boxes, each read once."""
+    """Source file to the bytes read from it; each box is read once."""
     tensors: int
     writes: Mapping[str, int]
-    """The files of the output, or the output itself if it is one, and their sizes."""
+    """Output file to its size; the name of the output itself if it is one file."""
     left_out: tuple[str, ...]
-    """Entries of the source that are not tensors and that the output lacks; the metadata of
-    safetensors files is ``"__metadata__"``."""
+    """Skipped entries of the source that are not tensors; the metadata of safetensors files is
+    ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the non-weight files copied from the source."""
     weight_files: int
     """Number of files with tensors, without an index and copied files."""
     not_copied: tuple[str, ...] = ()
-    """Names of other files there that were not copied; directories end in a slash."""
+    """Names of files beside the source that were not copied; directories end in a slash."""
     filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from `fill_from`."""
+    """Names of the tensors taken from `fill_from`."""
     summed: tuple[str, ...] = ()
     """Notes on how checkpoints or an adapter were combined."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
     cast_losses: "CastLosses | None" = None
-    """Counts of the numbers that a cast lost; None if nothing was cast."""
+    """Counts of numbers lost in casts; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
     digests: Digests | None = None
     """Digests of the output's tensors, if requested."""
     sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
-    spec."""
+    """After a dry run of `reshard`: tensor to its rule (empty if none matches) and its spec."""
 
     @property
     def read_files(self) -> int:
@@ -192,17 +191,17 @@ class WriteReport:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of all boxes that are read, each once."""
+        """Number of bytes read."""
         return sum(self.reads.values())
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files; that of the output itself if it is one."""
+        """Names of the written files."""
         return tuple(self.writes)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Total size of the written files."""
         return sum(self.writes.values())
 
     def to_json(self) -> dict[str, object]:
@@ -253,8 +252,8 @@ def merge(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened; several
-        are summed by `weights`.
+        A checkpoint in any format that `open_checkpoint` reads, or an open one; several are summed
+        by `weights`.
     output
         The file to write; a directory for the formats ``"huggingface"`` and ``"dcp"``.
     max_shard_bytes
@@ -269,9 +268,9 @@ def merge(
     dtype
         Cast floating point tensors to this dtype; quantized weights are dequantized to it.
     names
-        A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
-        new names. It must use every tensor that is written. `include` and `exclude` match names
-        before the map, `rename` those after it.
+        A map to the tensors of another model: a `NameMap`, a list of them to apply in order, or new
+        names. It must use every selected tensor. `include` and `exclude` match names before the
+        map, `rename` those after it.
     overwrite
         Replace an existing checkpoint: its weights, config and tokenizer files. A directory with
         any other file is refused.
@@ -279,13 +278,13 @@ def merge(
         Shell patterns of names, one or several. A tensor is written if its name matches any of
         `include` (None matches all) and none of `exclude`.
     rename
-        Regular expressions with their replacements, ``{"^model[.]": ""}`` or pairs. Each is applied
-        in turn to its first match in every name.
+        Regular expressions with their replacements, ``{"^model[.]": ""}`` or pairs. In order, each
+        replaces its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
     quantize
         Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. The
-        layers follow from the model's config, or else from their names.
+        model's config selects the layers, or without a config their names.
     quantize_include
         Shell patterns of names in the output: only matching tensors are quantized.
     drop_values
@@ -301,7 +300,7 @@ def merge(
         Refuse a cast that does not keep a number: one that overflows, becomes 0, or becomes NaN.
         Otherwise the report counts them.
     verify
-        Compare all bytes that are read with the digests of the checkpoint, if it has any.
+        Compare all bytes read with the digests of the checkpoint, if it has any.
     dry_run
         Do all checks that come before writing, and write nothing.
     sidecars
@@ -322,7 +321,7 @@ def merge(
         Shell patterns of names whose tensors and values are those of the first checkpoint.
     lora
         An adapter of PEFT to merge into the checkpoint: LoRA, rank-stabilized LoRA or DoRA, in any
-        format, with its ``adapter_config.json``. Every tensor of it is used, or it is refused.
+        format, with its ``adapter_config.json``. An adapter with an unused tensor is refused.
 
     Raises
     ------
@@ -363,8 +362,8 @@ def reshard(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or one that it has opened; several
-        are summed by `weights`.
+        A checkpoint in any format that `open_checkpoint` reads, or an open one; several are summed
+        by `weights`.
     output
         The directory to write.
     device_mesh
@@ -409,7 +408,7 @@ def reshard(
 def _converted(
     checkpoint: Checkpoints, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
-    """Check that an output can be made of a checkpoint and may be written, and write it."""
+    """Plan an output, check that it may be written, and write it unless it is a dry run."""
     started = time.monotonic()
     output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
@@ -482,7 +481,7 @@ def prepared_output(
     options: WriteOptions,
     save: str,
 ) -> Prepared:
-    """Check that an output can be made and may be written; `save` names this save."""
+    """Return an output that is planned and checked; `save` is the random id of this save."""
     if options.threads < 1:
         raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
     format = _format(output, options)
@@ -521,7 +520,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     return tuple(names)
 
 
-# --- what it is made of
+# --- the source, and the files of the output
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
@@ -586,7 +585,7 @@ def _laid_out(
 ) -> tuple[Catalog, Target]:
     """Open a checkpoint, select its tensors, and lay out the files of an output.
 
-    `save` names this save. Raises ShardSpecError if the format cannot store the selection.
+    Raises ShardSpecError if the format cannot store the selection.
     """
     merged = options.way == "merged"
     source, choice = _opened(checkpoint, options, format)
@@ -605,13 +604,13 @@ def _laid_out(
             "of the first with ",
             Argument("take_first"),
         )
-    # Whole tensors are what a merge is for: it may lose other entries.
+    # A merge is for global tensors: it may lose other entries.
     may_lose = None if merged and not options.drop_values else options.drop_values
     check_dropped(source, choice, carried.names, may_lose)
     if merged and source.extras and not (tensors or carried.names):
         raise CheckpointError(
-            f"{source.directory}: holds no tensor that could be written, but "
-            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
+            f"{source.directory}: has no tensor to write, but entries such as "
+            f"{min(source.extras)!r}; name the checkpoint of the model"
         )
     assert format.lay_out is not None, "it is written"
     target = format.lay_out(
@@ -628,8 +627,8 @@ def _laid_out(
         target = target._replace(sharding=chosen)
     if options.quantize is not None and not (target.directory and options.sidecars):
         raise CheckpointError(
-            f"{output}: without a config.json nothing states the blocks of {options.quantize}; "
-            "name a directory, as model/, and write the files beside the weights"
+            f"{output}: without a config.json nothing records the blocks of {options.quantize}; "
+            "name a directory, such as model/, and copy the files beside the weights"
         )
     if options.sidecars:
         dtype = None if choice.dtype is None else dtype_name(choice.dtype)
@@ -642,7 +641,7 @@ def _laid_out(
     return source, target
 
 
-# --- what it replaces
+# --- the destination
 
 
 def check_destination(
@@ -656,7 +655,7 @@ def check_destination(
     """
     directory = target.directory
     if "\0" in str(output):
-        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+        raise CheckpointError(f"{str(output)!r}: a file name cannot contain a NUL; choose another")
     path = output.output()
     with output.errors("written"):
         entry = path.look()
@@ -687,7 +686,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return the reason why writing an output would change its source; empty if none."""
+    """Return the reason why writing an output would change its source; empty if it would not."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()
@@ -703,16 +702,16 @@ def _part_of_source(
             return f"is {file.name} of the checkpoint itself; choose another name"
         if all_count and file.suffix == path.suffix and file.parent.resolved() == path.parent:
             return (
-                "would be among the files of the checkpoint, which no index lists, and count as "
-                "one of them; choose another directory"
+                "would become a file of the checkpoint, since no index lists its files; choose "
+                "another directory"
             )
     return ""
 
 
 def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
-    """Return the names of all files in a directory that is replaced.
+    """Return the names of all files in a directory that an output replaces.
 
-    Raises a `CheckpointError` if any is neither of the checkpoint there nor written anew.
+    Raises a `CheckpointError` if any belongs neither to the checkpoint there nor to the output.
     """
     with path.errors("replaced"):
         owned = {*new, *_owned(path)}
@@ -721,8 +720,8 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
             some = ", ".join(shown(name) for name in strangers[:_SHOWN])
             more = " and more" if len(strangers) > _SHOWN else ""
             raise CheckpointError(
-                f"{path}: holds {some}{more}, which no checkpoint there owns, and which would be "
-                "lost; move that, or choose another directory"
+                f"{path}: holds {some}{more}, which no checkpoint there owns; move that, or choose "
+                "another directory"
             )
         return frozenset(path.names_below())
 
@@ -730,7 +729,7 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
 def _owned(path: StoragePath) -> Iterable[str]:
     """Return the relative names of the checkpoint's files in a directory."""
     top = path.names()
-    # Of runs that were killed while they saved or replaced something.
+    # Includes files of saves that were killed.
     shards = default_format("sharded")
     owned = {name for name in top if shards.owns(name) or is_temporary(name)}
     if (format := format_of(top)) is None:
@@ -741,7 +740,7 @@ def _owned(path: StoragePath) -> Iterable[str]:
     try:
         source = open_checkpoint(path)
         for name in source.names:
-            source.tensor(name)  # its files may be found only now
+            source.tensor(name)  # some formats find files at this point
     except ShardSpecError:
         pass
     else:
@@ -750,11 +749,11 @@ def _owned(path: StoragePath) -> Iterable[str]:
     return owned
 
 
-# --- how it is sharded
+# --- sharding
 
 
 def check_sharding(options: WriteOptions) -> None:
-    """Check that either a mesh or a checkpoint to shard like is given."""
+    """Raise CheckpointError unless options have either a mesh, or a checkpoint to shard like."""
     mesh: object = options.device_mesh
     rules, like = options.rules, options.like
     problem: tuple[TextPart, ...] = ()
@@ -781,7 +780,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return the layouts of scales without a rule of their own: they follow their codes."""
+    """Return layouts, by those of the codes, for scales without a rule of their own."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}
@@ -796,7 +795,7 @@ def _of_scales(
 def sharding_of(
     source: Catalog, options: WriteOptions, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of an output whose format has shards, and the layouts of its tensors."""
+    """Return the mesh of a sharded output, and the layouts of its tensors."""
     if isinstance(options.like, Mapping):
         mesh, layouts = layouts_given(options.like, tensors)
     elif options.like is not None:

@@ -1,8 +1,8 @@
 """Selects tensors and other entries of a checkpoint, and gives them other names and shapes.
 
-Nothing is copied. An equation between views maps elements of a source tensor to a target tensor. So
-one stored box of the source becomes a few boxes of the target, each with its own strides in the
-same file.
+Nothing is copied. An equation between views maps elements of a source tensor to a target tensor. A
+stored box of the source becomes a few boxes of the target, each with its own strides in the same
+file.
 """
 
 import re
@@ -45,7 +45,7 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class Selection(TypedDict, total=False):
-    """Arguments by which callers choose and rename tensors; see `merge`."""
+    """Arguments that select and rename tensors; see `merge`."""
 
     include: Patterns | None
     exclude: Patterns
@@ -83,7 +83,11 @@ def _patterns(patterns: Patterns) -> Sequence[str]:
 
 
 def matches(name: str, patterns: Patterns) -> bool:
-    """Return True if any pattern matches a name."""
+    """Return True if any pattern matches a name.
+
+    >>> matches("model.up.weight", "*.weight"), matches("model.up.bias", ["*.weight", "head.*"])
+    (True, False)
+    """
     return any(fnmatchcase(name, pattern) for pattern in _patterns(patterns))
 
 
@@ -105,8 +109,8 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
         raise CheckpointError(
-            f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
-            "exclude less"
+            f"none of the {len(source.names)} tensors of {source.directory} is selected; include "
+            "more, or exclude less"
         )
     return names
 
@@ -122,11 +126,15 @@ def check_drop(choice: Choice) -> None:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first of some names, as text."""
+    """Return the first three names as text.
+
+    >>> first_names(["a", "b", "c", "d"]), first_names([])
+    ("'a', 'b', 'c'", 'nothing: there is no tensor')
+    """
     return ", ".join(map(repr, names[:3])) or "nothing: there is no tensor"
 
 
-# --- under which names
+# --- new names
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -166,7 +174,11 @@ def _float_dtype(dtype: str) -> str:
 
 
 def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of each tensor, and the expressions that match none."""
+    """Return the new name of each tensor, and the expressions that match none.
+
+    >>> renamed_names(["model.up", "head"], {"^model[.]": "", "^x": "y"})
+    ({'model.up': 'up', 'head': 'head'}, ['^x'])
+    """
     pairs = list(renames.items()) if isinstance(renames, Mapping) else renames
     matched: set[str] = set()
     renamed: dict[str, str] = {}
@@ -191,7 +203,7 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
                 f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
             )
         if name and not new:
-            raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
+            raise CheckpointError(f"tensor {name!r} would get an empty name; rename it otherwise")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
 
 
@@ -231,9 +243,9 @@ def carried_values(
 def check_dropped(
     source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
 ) -> None:
-    """Refuse to lose selected entries that are not tensors and not `carried`.
+    """Raise CheckpointError if selected entries would be lost: no tensors, and not `carried`.
 
-    With `drop` they may be lost. With None, only entries that contain no tensors may be lost.
+    With `drop` they may be lost. With None, only entries without tensors may be lost.
     """
     lost = {
         name: parts
@@ -268,14 +280,18 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 
 def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return name to new name of the selected plain values: numbers, text, lists of these."""
+    """Return name to new name of the selected plain values: numbers, text, lists of these.
+
+    >>> plain_names({"step": 7, "rng": OpaqueValue("a generator")}, Choice(rename={"^": "x."}))
+    {'step': 'x.step'}
+    """
     wanted = [
         name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
     ]
     return renamed_names(wanted, choice.rename)[0]
 
 
-# --- under the names and shapes of a map
+# --- names and shapes of a map
 
 
 class CatalogNaming(Naming):
@@ -301,10 +317,10 @@ def mapped(
     *,
     dropped: Collection[str] = (),
 ) -> Catalog:
-    """Return a checkpoint with a map applied; as it is without one.
+    """Return a checkpoint with a map applied, or unchanged without a map.
 
     The map need not use tensors that `choice` excludes or that are `dropped`. Raises LayoutError
-    if it lacks a source, leaves a tensor unused, is for another model type, or mixes dtypes, or if
+    if it lacks a source, does not use a tensor, is for another model type, or mixes dtypes, or if
     a tensor has a pending reduction.
     """
     if names is None:
@@ -329,7 +345,7 @@ def mapped(
 
 
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a checkpoint with a map applied to the selection, and the options left to apply.
+    """Return a checkpoint with a map applied to the selection, and the options still to apply.
 
     Raises LayoutError as `mapped` does, and if `drop` is given without a map.
     """
@@ -353,7 +369,7 @@ def through(
 
 
 def configured(source: Catalog, names: NameMap) -> NameMap:
-    """Return a map with the sizes that the config.json beside a checkpoint gives.
+    """Return a map with the sizes in the config.json beside a checkpoint.
 
     Raises LayoutError if the map is not for that model type.
     """
@@ -365,7 +381,7 @@ def configured(source: Catalog, names: NameMap) -> NameMap:
 
 
 def config_beside(source: Catalog) -> dict[str, object] | None:
-    """Return the content of the config.json beside a checkpoint, if there is a readable one."""
+    """Return the content of the config.json beside a checkpoint; None if it cannot be read."""
     config = json_beside(source.home, "config.json")
     return config if isinstance(config, dict) else None
 
@@ -418,7 +434,7 @@ class MappedCatalog(DerivedCatalog):
         self._padding: dict[str, list[TensorView]] = {}
         for target, side in padding(names, targets):
             if target not in self._equations:
-                raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
+                raise LayoutError(f"target {target!r} would be all padding; remove it from the map")
             self._padding.setdefault(target, []).append(side)
         self._shapes = targets
         facts = source.facts

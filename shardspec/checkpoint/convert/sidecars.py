@@ -1,4 +1,4 @@
-"""Copies the files beside the weights, which tools need to load them."""
+"""Copies the non-weight files that tools need, such as configs and tokenizers."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from shardspec.text import Argument
 
 _CONFIG: Final = "config.json"
 _STATE_DTYPES: Final = frozenset({_CONFIG, "generation_config.json"})
-"""Files whose configs state the dtype of weights, also nested: ``dtype`` or ``torch_dtype``."""
+"""Files that record the dtype of weights, also nested: ``dtype`` or ``torch_dtype``."""
 _WEIGHTS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""Dtypes of weights, by the names that configs have for them."""
+"""Names of weights' dtypes in configs."""
 _OF_MODELS: Final = frozenset({_CONFIG, "adapter_config.json"})
 _HUGGING_FACE: Final = re.compile(
     r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
@@ -28,7 +28,7 @@ _HUGGING_FACE: Final = re.compile(
 )
 """Files of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
 _OWN_CODE: Final = b'"auto_map"'
-"""Key in a config of a model with its own code, which may import files beside it."""
+"""Key in the config of a model with its own code; that code may import files beside it."""
 SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
 QUANTIZED_BY: Final = frozenset(
     {
@@ -52,9 +52,9 @@ def add_sidecars(
 ) -> Target:
     """Return an output with the non-weight files of a checkpoint.
 
-    A directory gets the files that `sidecars` selects; from beside a single file, or from a
-    separate directory of the model, only known model files. Configs are updated: they describe
-    the quantization, and the `dtype` of the weights if they have one.
+    A directory gets the files that `sidecars` selects. If the source is a single file, or the model
+    has a separate directory, only known model files are copied. Configs get the new quantization,
+    and the new `dtype` of the weights.
     """
     described_in = source.facts.described_in
     elsewhere = described_in is not None
@@ -81,12 +81,12 @@ def add_sidecars(
         file = copied_file(path, name)
         problem = ""
         if name in taken:
-            problem = "lies beside the weights, but the output has a file of that name already"
+            problem = "has the name of a file of the output"
         elif file.num_bytes > _MOST_BYTES:
             problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
         if problem:
             raise CheckpointError(
-                f"{path}: {problem}; leave such files behind with ", WITHOUT_SIDECARS
+                f"{path}: {problem}; do not copy such files, with ", WITHOUT_SIDECARS
             )
         of_model = name in _STATE_DTYPES and dtype is not None
         if of_model or (name == _CONFIG and section is not None):
@@ -95,7 +95,7 @@ def add_sidecars(
     names = tuple(file.name for file in files)
     others = sorted(beside.difference(names)) if whole else ()
     not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
-    # Of a single file, the state was taken without what lies beside it.
+    # The snapshot of a single file does not include files beside it.
     seen = tuple(directory / name for name in names) if whole else ()
     if section and target.directory and _CONFIG not in {*taken, *names}:
         data = json.dumps({"quantization_config": section}, indent=2).encode()
@@ -111,7 +111,7 @@ def _has_codes(target: Target) -> bool:
 
 
 def _one_dtype(target: Target) -> str | None:
-    """Return the dtype of the floating point weights of an output, if all have the same."""
+    """Return the common dtype of the floating point weights of an output; None if they differ."""
     dtypes = {tensor.dtype for tensor in target.tensors if tensor.dtype in _WEIGHTS}
     return dtypes.pop() if len(dtypes) == 1 else None
 

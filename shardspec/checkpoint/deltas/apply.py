@@ -32,19 +32,19 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 
 class _Delta(NamedTuple):
-    """A directory with one delta."""
+    """One delta, read from the index in its directory."""
 
     place: StoragePath
     version: str
     base_version: str
     digest: str | None
-    """Digest of the new state; deltas of other tools record neither it nor `base_digest`."""
+    """Digest of the new state; None, as is `base_digest`, in deltas of other tools."""
     base_digest: str | None
     patches: Mapping[str, Patch]
 
 
 def read_delta(place: StoragePath) -> _Delta:
-    """Read the index of a delta; raises CheckpointError if it is inconsistent."""
+    """Return the delta in a directory; raises CheckpointError if it is inconsistent."""
     index = file_inside(place, DELTA_INDEX, place)
     stated = read_json(index, "index")
     about = checked(stated.get("metadata"), dict, index, "metadata")
@@ -66,7 +66,7 @@ def read_delta(place: StoragePath) -> _Delta:
     if differ := sorted(files ^ set(map(str, file_of.values()))):
         raise CheckpointError(
             f"{index}: its weight_map and the files beside it do not agree on {shown(differ[0])}; "
-            "each file is a plain name ending in .safetensors, and no other lies there"
+            "publish it again, with no other .safetensors files there"
         )
     for file_name in sorted(files):
         with file_inside(place, file_name, index).open() as file:
@@ -108,14 +108,14 @@ def _text(stated: object) -> str | None:
 
 
 def _version(stated: object, index: StoragePath) -> str:
-    """Return a version, without leading zeros if it is a number."""
+    """Return a version as text; a number loses its leading zeros."""
     if not isinstance(stated, str | int) or isinstance(stated, bool):
         raise CheckpointError(f"{index}: has no version and base_version; publish it again")
     return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
-    """Return a checkpoint with a chain of deltas applied; checks everything but the data.
+    """Return a checkpoint with a chain of deltas applied; only their data is not checked yet.
 
     Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
@@ -172,7 +172,7 @@ class DeltaCatalog(ComputedCatalog):
         self._patches, self._chain = patches, chain
         self._stated: dict[str, TensorDigest] = {}
         for name, (*_, last) in patches.items():
-            # A checksum of 32 bits does not show that the digest is as stated.
+            # Only a checksum of 128 bits proves that the tensor has the recorded digest.
             if last.digest is not None and last.checksum_format == "xxh3-128":
                 at = base.outline(name)
                 try:
@@ -201,29 +201,26 @@ class DeltaCatalog(ComputedCatalog):
         return self.base.origin(name), self._patches.get(name)
 
     def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
-        """Compare the digests of the written tensors with that of the last delta.
+        """Compare the digest of the written tensors with that in the last delta.
 
-        Changed tensors have the digests in the delta, since their checksums matched.
+        A changed tensor whose checksum matched has the digest in its delta.
         """
         last = self._chain[-1]
         if last.digest is None:
             return
         every = {**digests, **self._stated}
-        for name in set(self.names) - every.keys():  # what is empty is not written
+        for name in set(self.names) - every.keys():  # empty tensors are not written
             outline = self.outline(name)
             every[name] = TensorDigest(outline.dtype, outline.shape)
         if (value := Digests(every).value) != last.digest:
             raise CheckpointError(
-                f"{self.directory}: with the deltas on it has digest {value}, but {last.place} "
+                f"{self.directory}: with the deltas it has digest {value}, but {last.place} "
                 f"makes {last.digest}; name the checkpoint of version {self._chain[0].base_version}"
             )
 
 
 class _Stream:
-    """Bytes of a tensor with deltas applied, as a stream: frames are read from their beginning.
-
-    Reading an earlier byte restarts the stream.
-    """
+    """Stream of a tensor's bytes with deltas applied; reading an earlier byte restarts it."""
 
     def __init__(self, tensor: StoredTensor, patches: Sequence[Patch]) -> None:
         self._tensor, self._patches, self._lock = tensor, patches, Lock()
@@ -256,7 +253,7 @@ class _Stream:
                 next(self._blocks, None)  # compares checksums
 
     def _take(self, count: int, room: memoryview | None) -> None:
-        """Advance the stream by some bytes, into memory if any is given."""
+        """Read the next `count` bytes into `room`, or skip them if it is None."""
         done = 0
         while done < count:
             self._rest = self._rest or next(self._blocks)
@@ -267,7 +264,7 @@ class _Stream:
         self._at += count
 
     def _applied(self) -> Iterator[memoryview]:
-        """Yield all bytes in order, then compare their checksum."""
+        """Yield all bytes of the tensor in order, then compare the checksum."""
         with OpenFiles() as files:
             patching, at = Patching(self._tensor, self._patches, files), 0
             for block in read_whole(self._tensor, files, Buffers()):

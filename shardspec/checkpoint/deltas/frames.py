@@ -29,12 +29,12 @@ _WINDOW_BYTES: Final = 1 << 27
 """Maximum memory that a frame may request."""
 
 _Change: TypeAlias = Callable[[NDArray[np.uint8], int], object]
-"""Applies one delta to a tensor: called with each block in order, and its start."""
+"""Function that applies one delta to a tensor; takes each block in order, and its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Changes that a delta makes to a tensor: one zstd frame in a file."""
+    """Changes of one tensor in a delta: one zstd frame in a file."""
 
     path: StoragePath
     start: int
@@ -72,7 +72,11 @@ class _Adler32:
 
 
 def new_hash(name: str, where: object) -> Hash:
-    """Return a checksum by its name in the index; raises CheckpointError if it is unknown."""
+    """Return a checksum by its name in the index; raises CheckpointError if it is unknown.
+
+    >>> new_hash("adler32", "index").hexdigest()
+    '00000001'
+    """
     if name == "adler32":
         return _Adler32()
     if name == "xxh3-128":
@@ -85,7 +89,7 @@ def new_hash(name: str, where: object) -> Hash:
 
 
 def extra(name: str) -> ModuleType:
-    """Import a package of the extra `delta`; raises CheckpointError if it is not installed."""
+    """Return a package of the extra `delta`; raises CheckpointError if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -95,7 +99,7 @@ def extra(name: str) -> ModuleType:
 
 
 def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> int:
-    """Check that an entry of a file is exactly one frame; return the bytes of its content."""
+    """Return the bytes of a frame after decompression; the entry must be exactly one frame."""
     zstandard = extra("zstandard")
     where = f"{file.path}: the frame of tensor {shown(name)}"
     head = file.read(start, min(_HEAD_BYTES, num_bytes))
@@ -106,13 +110,11 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
         raise CheckpointError(f"{where} is damaged: {error}; fetch the delta again") from None
     size: int = about.content_size
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise CheckpointError(
-            f"{where} holds an unknown number of bytes; publish it with the content size"
-        )
+        raise CheckpointError(f"{where} has no content size; publish it with one")
     if about.window_size > _WINDOW_BYTES and about.window_size > size:
         raise CheckpointError(f"{where} asks for a window of {about.window_size} bytes")
     last, piece, piece_at = 0, b"", 0
-    while not last:  # the headers of its blocks
+    while not last:  # reads the header of each block
         if at + 3 > num_bytes:
             raise CheckpointError(f"{where} is cut short; fetch the delta again")
         if at + 3 > piece_at + len(piece):
@@ -136,17 +138,17 @@ def check_fits(name: str, patch: Patch, num_bytes: int) -> None:
     count, rest = divmod(size - 4, 5)
     if size != num_bytes if patch.encoding == "xor" else rest or not 0 <= count <= num_bytes:
         raise CheckpointError(
-            f"{where} holds {size} bytes as {patch.encoding}, for a tensor of {num_bytes} in the "
-            "base; its shape or dtype has changed, or the delta is for another checkpoint"
+            f"{where} has {size} bytes as {patch.encoding}, for a tensor of {num_bytes} in the "
+            "base; apply the delta to the checkpoint that it was made of"
         )
     if patch.encoding == "overwrite" and num_bytes > 1 << 32:
         raise CheckpointError(
-            f"{where}: positions of {num_bytes} bytes do not fit 32 bits; take xor"
+            f"{where}: positions of {num_bytes} bytes do not fit 32 bits; publish it as xor"
         )
 
 
 class Patching:
-    """Applies patches to the bytes of a tensor, in order."""
+    """Applies patches to the bytes of a tensor, in the order of the chain."""
 
     def __init__(self, tensor: StoredTensor, patches: Sequence[Patch], files: OpenFiles) -> None:
         self._name, self._last = tensor.name, patches[-1]
@@ -159,7 +161,7 @@ class Patching:
         ]
 
     def apply(self, block: memoryview, start: int) -> None:
-        """Change a block that starts at a byte of the tensor."""
+        """Apply the patches to a block, in place; `start` is its position in the tensor."""
         numbers = np.frombuffer(block, np.uint8)
         for at in range(0, len(numbers), _PIECE_BYTES):
             piece = numbers[at : at + _PIECE_BYTES]
@@ -168,7 +170,7 @@ class Patching:
             self._hash.update(piece)
 
     def finish(self) -> None:
-        """Compare the checksum."""
+        """Raise CheckpointError if the checksum of all blocks differs."""
         if (value := self._hash.hexdigest()) != self._last.checksum:
             raise CheckpointError(
                 f"tensor {self._name!r}: with {self._last.path} on it has "
@@ -187,14 +189,14 @@ class _Frame:
         self._reader: Any = decompressor.stream_reader(self, read_size=1 << 17)
 
     def read(self, size: int) -> bytes:
-        """Return compressed bytes, for the decompressor."""
+        """Return the next compressed bytes; the decompressor calls it."""
         size = min(size, self._patch.num_bytes - self._at)
         start = self._patch.start + self._at
         self._at += size
         return self._files.file(self._patch.path).read(start, size) if size else b""
 
     def fill(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill memory with the next bytes."""
+        """Fill an array with the next decompressed bytes, and return it."""
         at, view = 0, room.data
         try:
             while at < len(room):
@@ -224,7 +226,7 @@ class _Xor:
 
 
 class _Overwrite:
-    """Applies positions and values; one follows the other, so two readers share the frame."""
+    """Applies positions and values; a frame has all positions first, so two readers share it."""
 
     def __init__(self, tensor: StoredTensor, patch: Patch, files: OpenFiles) -> None:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))
@@ -232,7 +234,7 @@ class _Overwrite:
         self._unread, self._last = (patch.content_bytes - 4) // 5, -1
         stated = int(self._positions.fill(np.empty(4, np.uint8)).view("<u4")[0])
         if stated != self._unread:
-            raise self._wrong(f"states {stated} positions and has {self._unread}")
+            raise self._wrong(f"declares {stated} positions and has {self._unread}")
         skipped, room = 4 + 4 * self._unread, np.empty(_POSITIONS, np.uint8)
         while skipped:
             skipped -= len(self._values.fill(room[: min(skipped, len(room))]))
@@ -257,7 +259,7 @@ class _Overwrite:
             raise self._wrong("positions do not ascend")
         self._unread, self._last = self._unread - count, int(self._places[-1])
         if self._last >= self._tensor.num_bytes:
-            raise self._wrong(f"a position lies behind its {self._tensor.num_bytes} bytes")
+            raise self._wrong(f"a position is past its {self._tensor.num_bytes} bytes")
 
     def _wrong(self, problem: str) -> CheckpointError:
         return CheckpointError(

@@ -1,10 +1,10 @@
 """Writes deltas between checkpoints, in the layout of slime and ModelExpress.
 
-A delta is a directory with an index and a safetensors file. The metadata of the index names the old
+A delta is a directory with an index and a safetensors file. The metadata of the index has the old
 and the new version. The file has one entry per changed tensor: a zstd frame of the XOR of old and
-new bytes, or of the positions and values of the bytes that differ. The checksums of the new tensors
-are in the file's metadata. The index also has digests of the base and of the new state, which other
-tools ignore.
+new bytes, or of the positions and values of the bytes that differ. The file's metadata has the
+checksums of the new tensors. The index also has digests of the base and of the new state; other
+tools ignore them.
 """
 
 import json
@@ -43,9 +43,9 @@ _FILE_NAME: Final = "model-00000-of-00001.safetensors"
 _MOST_VERSION: Final = 999_999
 _LEVEL: Final = 1
 _WINDOW_LOG: Final = 17
-"""128 KiB: the window of writers and readers fits the CPU's cache."""
+"""Exponent of the window of 128 KiB, which fits the CPU's cache of writers and readers."""
 _MOST_POSITIONS: Final = 1 << 32
-"""Positions have 32 bits."""
+"""Maximum bytes of a tensor whose positions fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,19 @@ def delta(
         Checkpoints in any formats and shardings, or state dicts whose tensors are in this process.
         Keep a copy of the state published last.
     output
-        The directory to write, as ``weight_v000001``.
+        The directory to write, such as ``weight_v000001``.
     version, base_version
-        Numbers of the new state, and of the base, by default the one before.
+        Numbers of the new state and of the base; `base_version` is ``version - 1`` by default.
     names
         Converts tensors of `new` to the names of the base, as for `merge`.
     encoding
-        ``"xor"``, or ``"overwrite"``, which stores positions and values and may be applied twice.
+        ``"xor"``, or ``"overwrite"``: positions and values, which may be applied twice.
     checksum
         ``"xxh3-128"``, or ``"adler32"``, which ModelExpress reads.
     overwrite
         Replace an existing delta.
     progress
-        Called with the bytes that are compared so far, and in all.
+        Called with the bytes compared so far, and in all.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def delta(
                 f"{number!r} is not a version; give a number from 0 to {_MOST_VERSION}"
             )
     if version == before:
-        raise CheckpointError(f"version {version} cannot be made of itself; give another")
+        raise CheckpointError(f"version and base_version are both {version}; give two numbers")
     if encoding not in ("xor", "overwrite"):
         raise CheckpointError(f"there is no encoding {encoding!r}; choose xor or overwrite")
     if path.whole_files:
@@ -197,9 +197,9 @@ def apply_delta(
     Parameters
     ----------
     base
-        The checkpoint that the first delta was made of, in any format and sharding.
+        The checkpoint of the first delta's base version, in any format and sharding.
     deltas
-        Directories that `delta`, slime or ModelExpress have written, in order.
+        Directories written by `delta`, slime or ModelExpress, in order.
     output
         A safetensors file, or a directory of safetensors files.
     threads, overwrite, digests, progress
@@ -238,7 +238,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that both have the same tensors, without pending reductions."""
+    """Check that both have the same names, dtypes and shapes, and no pending reductions."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -292,7 +292,7 @@ class _Writer:
         )
 
     def write(self, write: WriteAt) -> None:
-        """Write the frames of changed tensors, and last the header, for which room is reserved."""
+        """Write the frames of changed tensors, then the header into the room reserved for it."""
         room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.changed)
         room += -room % 8
         entries, checksums = {}, {}
@@ -328,7 +328,7 @@ class _Writer:
             yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
     def _same(self, name: str) -> bool:
-        """Return True if a tensor is equal in both; then record its digest."""
+        """Return True if a tensor is equal in both, and record its digest in that case."""
         outline, at = self.sides[0].outline(name), 0
         value = TensorDigest(outline.dtype, outline.shape)
         for old, now in self._blocks(name):
@@ -355,7 +355,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return the number of bytes in a frame's content, and a generator of them."""
+        """Return the bytes of a frame's content: their number, and a function that yields them."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:
@@ -372,7 +372,7 @@ class _Writer:
                 f"tensor {name!r} has {num_bytes} bytes, whose positions do not fit 32 bits; "
                 "choose the encoding xor"
             )
-        # Their number comes first.
+        # The content begins with the number of positions.
         count = sum(int(np.count_nonzero(old != now)) for old, now in self._digested(name))
         if (size := 4 + 5 * count) > num_bytes:
             raise CheckpointError(

@@ -200,7 +200,7 @@ def _count_experts(chunk: ModelChunk) -> int:
     for name in tensors:
         if ".experts." in name and not _EXPERT.match(name):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
+                f"{path}: tensor {name!r} has several experts, as the old grouped "
                 "kernels store them; with expert parallel ranks, save as torch_dist "
                 "(megatron.core.dist_checkpointing)"
             )

@@ -30,9 +30,9 @@ _OPEN: Final[list["PendingSave"]] = []
 class PendingSave:
     """A save in progress in the background.
 
-    The process does not end before the save. `wait` raises the error of a failed save, and so does
-    the next save of the process. An error that was never raised is printed at exit, with exit
-    code 1.
+    The process does not end before the save. `wait` raises the error of a failed save; if nobody
+    waits, the next save of the process raises it. An error that was never raised is printed at
+    exit, with exit code 1.
 
     Examples
     --------
@@ -41,7 +41,7 @@ class PendingSave:
     >>> w = torch.ones(3)
     >>> path = tempfile.mkdtemp()
     >>> pending = save_sharded({"w": w}, path, asynchronous=True)
-    >>> _ = w.zero_()  # what is saved was copied
+    >>> _ = w.zero_()  # the save has its own copy
     >>> pending.wait()
     >>> pending.done, digest(path) == digest({"w": torch.ones(3)})
     (True, True)
@@ -51,19 +51,19 @@ class PendingSave:
         self._error: BaseException | None = None
         self._heard, self._pid = False, os.getpid()
         self._keep = keep
-        """Connections that close after all ranks have read from them."""
+        """Communicator whose connections stay open until the save has ended."""
         self._done = Event()
         if save is None:
             self._done.set()
             return
         _OPEN.append(self)
-        # No daemon: the process ends after it.
+        # Not a daemon, so the process waits for it.
         Thread(target=self._run, args=(save,), name="shardspec save").start()
 
     def _run(self, save: Callable[[], None]) -> None:
         try:
             save()
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # `wait` raises it
             self._error = error
         finally:
             self._done.set()
@@ -103,7 +103,7 @@ def _report_unheard() -> None:
     if errors:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # the interpreter takes no exit code from here
+        os._exit(1)  # an atexit function cannot set the exit code in another way
 
 
 def copied(what: Described) -> Described:
@@ -126,7 +126,7 @@ def copied(what: Described) -> Described:
 
 
 class BackgroundCommunicator(Communicator):
-    """Gathers values through a separate gloo group, which the main threads of all ranks create."""
+    """Gathers values through a separate gloo group, created by the main threads of all ranks."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         import torch.distributed as dist
@@ -180,4 +180,4 @@ class BackgroundCommunicator(Communicator):
 
     def on(self, mesh: DeviceMesh) -> Never:  # noqa: ARG002
         """Raise an error: other meshes are not supported."""
-        raise AssertionError("a save is of one mesh")
+        raise AssertionError("a save has one mesh")

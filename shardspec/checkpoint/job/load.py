@@ -1,7 +1,7 @@
 """Loads checkpoints: executes a plan whose source layouts are files.
 
-Every rank reads the shards of its own devices, and casts where the plan requires it. Of replicas in
-several files the first is read on all ranks, so differing replicas are not mixed.
+Every rank reads the shards of its own devices, and casts where the plan requires it. If a box has
+replicas in several files, all ranks read the first one, so differing replicas are not mixed.
 """
 
 from collections.abc import Mapping
@@ -54,35 +54,35 @@ def load_sharded(
     progress: Progress | None = None,
     **selection: Unpack[Selection],
 ) -> dict[str, Any]:
-    """Read a checkpoint into this or another mesh and other specs; every rank calls it.
+    """Return a checkpoint as DTensors on any mesh and in any specs; every rank calls it.
 
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` reads, or one that is open.
+        A checkpoint in any format that `open_checkpoint` reads, or an open one.
     device_mesh
-        The devices to load into; by default the mesh that was saved.
+        The devices to load into; by default the saved mesh.
     rules
-        Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches is
-        sharded as it was saved: over axes of the same names if both meshes name theirs, else of the
-        same numbers. If the checkpoint does not record its spec, it is replicated, provided that
-        any patterns are given.
+        Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches keeps
+        its saved spec: over axes of the same names if both meshes name theirs, else of the same
+        numbers. If the checkpoint does not record its spec, the tensor is replicated; without any
+        rules that is an error.
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
-        mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. Other tensors of the checkpoint are not read. A rank without shards passes
-        ``{}``, or does not call this.
+        mesh and rules; DTensors, also torch's, get their shards. Each must have the saved shape and
+        dtype. Other tensors of the checkpoint are not read. A rank without shards passes ``{}``, or
+        does not call this.
     names
-        Converts the saved tensors to those of another model: a `NameMap`, a list of maps to be
-        applied in order, or new names. It must use every tensor. `rename`, rules and `into` match
-        the names after it. Saved specs do not apply to converted tensors, so give rules.
+        Converts the saved tensors to those of another model: a `NameMap`, a list of maps to apply
+        in order, or new names. It must use every tensor. `rename`, rules and `into` match the names
+        after it. Saved specs do not apply to converted tensors, so give rules.
     communicator
         Communicator that moves shards, as for `DTensor`.
     dtype
-        Cast floating point tensors to this dtype, to which quantized weights are dequantized;
-        tensors of `into` have it.
+        Cast floating point tensors to this dtype, and dequantize quantized weights to it; tensors
+        of `into` must have it.
     progress
-        Called with the bytes that this process has read, and those it will have.
+        Called with the bytes that this process has read so far, and in all.
 
     Other Parameters
     ----------------
@@ -95,17 +95,17 @@ def load_sharded(
     Returns
     -------
     dict
-        Name to DTensor, sorted by name, in the memory of the CPU; pending reductions are finished.
-        A nested state dict that `save_sharded` has written comes back nested, with its plain
-        values; renamed entries are at the top. With `into`, that state dict: the same tensors, and
-        the values of the checkpoint.
+        Name to DTensor, sorted by name, in CPU memory; pending reductions are finished. A nested
+        state dict that `save_sharded` has written comes back nested, with its plain values; renamed
+        entries are at the top level. With `into`, that state dict: the same tensors, and the values
+        of the checkpoint.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank cannot read its shards, the checkpoint is inconsistent, the
         rules do not fit, or `into` has an entry that the checkpoint lacks. Tensors of `into` may
-        then be partially filled.
+        be partially filled in that case.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def load_sharded(
     wanted = Choice(dtype=dtype, **selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
-        return {}  # which ranks read, one that holds nothing does not know
+        return {}  # a rank without shards cannot tell which ranks take part
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
@@ -135,7 +135,7 @@ def load_sharded(
     with chosen.telling():
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
-        # In a job all ranks find out together whether each of them can open the checkpoint.
+        # In a job, all ranks fail together if one of them cannot open the checkpoint.
         source, choice = agree(
             chosen, lambda: _opened(directory, names, wanted, all_of_it=into is None)
         )
@@ -172,14 +172,14 @@ class Reading(NamedTuple):
 
     source: Catalog
     names: Mapping[str, str]
-    """Name of each tensor to that in the checkpoint."""
+    """Name of each tensor to its name in the checkpoint."""
     layouts: Mapping[str, Layout]
     shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
-    """Shards to fill; by default new DTensors are made."""
+    """Shards to fill; None to make new DTensors."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
-    """Keys of all entries in the nested result."""
+    """Keys of every entry in the nested result."""
     values: Mapping[str, object] = MappingProxyType({})
-    """Entries of the result that are not read."""
+    """Entries of the result other than tensors to read."""
 
 
 def _selected(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -207,7 +207,7 @@ def _plan_by_rules(
         kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
     paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
     paths |= kept
-    # Names that contradict each other are refused before anything is read.
+    # Raises for names such as "a" and "a.b" before anything is read.
     unflatten(paths, lambda _: None)
     layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
     check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
@@ -223,8 +223,8 @@ def _spec_as_saved(
         if replicated:
             return ShardingSpec(len(tensor.shape))
         raise LayoutError(
-            f"tensor {tensor.source!r} was saved without a spec; say in rules how to shard "
-            "tensors; what matches none of them is then replicated"
+            f"tensor {tensor.source!r} was saved without a spec; give rules for how to shard "
+            "tensors; a tensor without a matching rule is then replicated"
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
@@ -246,7 +246,7 @@ def _plan_into(
     names = {tensor.name: tensor.source for tensor in wanted}
     read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
     values = {new: source.extras[name] for name, new in plain_names(source.extras, choice).items()}
-    # Other formats keep lists of dicts whole.
+    # Other formats store a list of dicts as one value.
     values |= spread(values, {})[0]
     flat = state.flat
     for kind, of_state, of_checkpoint in (
@@ -285,7 +285,7 @@ def _plan_into(
 def read_shards(
     plan: Reading, communicator: Communicator, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Read the shards of this process, into given tensors or into new DTensors."""
+    """Return the tensors of a plan; reads the shards of this process into old or new tensors."""
     import torch
 
     from shardspec.tensor.dtensor import DTensor
@@ -340,7 +340,7 @@ def read_shards(
 def _fill(
     shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
 ) -> None:
-    """Read a box into a tensor, directly into its memory if that is flat and on this host."""
+    """Read a box into a tensor, directly into its memory if it is contiguous on the CPU."""
     import torch
 
     if not box_size(box):
@@ -350,7 +350,7 @@ def _fill(
     in_place = flat and not (shard.is_conj() or shard.is_neg())
     room = shard if in_place else torch.empty(shard.shape, dtype=stored)
     out = room.view(-1).view(torch.uint8).numpy().data
-    torch.autograd.graph.increment_version(shard)  # torch does not see what is read into it
+    torch.autograd.graph.increment_version(shard)  # torch does not see reads into its memory
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
     if not in_place:
         shard.copy_(room)

@@ -56,8 +56,8 @@ def stored_layouts(
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return the layouts of tensors over the files of a checkpoint, and file names by number.
 
-    Files are numbered from `first` on, after the ids of all devices; ``/dev/zero`` is one of them
-    if a map fills tensors with zeros. Raises LayoutError if a reduction is pending.
+    A plan treats files as devices, numbered from `first` on, after all device ids; ``/dev/zero`` is
+    one of them if a map pads tensors. Raises LayoutError if a reduction is pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
@@ -80,11 +80,11 @@ class CheckpointReader:
 
     checkpoint: StoragePath
     names: Mapping[str, str] | NameMap | None = field(compare=False)
-    """Map from stored tensors to those of the plan; None if there is none."""
+    """Map from stored tensors to those of the plan, if any."""
     dequantized_to: str | None
     """Dtype of dequantized weights; None if codes are read."""
     quantizes: bool = False
-    """True if weights become codes and scales; the tensors of the plan then have new names."""
+    """True if weights become codes and scales, which have new names in the plan."""
     naming: CatalogNaming | None = field(default=None, compare=False)
     """Names of a model, applied before the plan's tensors are looked up."""
     drop: Patterns = ()
@@ -143,8 +143,8 @@ class CheckpointReader:
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
                 raise CheckpointError(
-                    f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
-                    "plan was made; make the plan again"
+                    f"{self.checkpoint}: tensor {move.source_name!r} has changed since the plan "
+                    "was made; make the plan again"
                 )
         return source
 
@@ -170,7 +170,7 @@ class CheckpointReader:
             if described.layouts[name] != layout:
                 raise LayoutError(
                     f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
-                    f"{layout}; give it as the plan says"
+                    f"{layout}; pass a tensor with the plan's layout"
                 )
         _check_apart(described.shards)
         return reading._replace(shards=described.shards)
@@ -203,13 +203,13 @@ class StoredPlan(NamedTuple):
     """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
-    """Last of the maps, None without any; the earlier ones are applied in `source`."""
+    """Last of the maps, if any; the earlier ones are applied in `source`."""
     files: dict[int, str]
     """File names by number."""
 
     @property
     def first(self) -> int:
-        """The number of the first file."""
+        """Number of the first file."""
         return min(self.files, default=0)
 
 
@@ -221,7 +221,7 @@ def plan_stored(
     max_bytes: int | None,
     drop: Patterns = (),
 ) -> StoredPlan:
-    """Plan how devices read a checkpoint, by one map or several; see `plan_reshard`."""
+    """Plan how devices read a checkpoint, through one map or several; see `plan_reshard`."""
     if isinstance(target, tuple):
         meshes = [target[0]]
         check_dropped(source, Choice(drop=drop), (), None)
@@ -234,7 +234,7 @@ def plan_stored(
         source, names, drop = names.applied(source, Choice(drop=drop), ()), None, ()
     elif isinstance(names, NameMap):
         names = configured(source, names)
-    # Files are numbered behind the ids of all devices.
+    # Files are numbered after the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)
     own = names if isinstance(names, Mapping | NameMap) else None
@@ -265,7 +265,7 @@ def plan_load(
 
 TRANSFERS_FORMAT: Final = "shardspec-transfers-1"
 INDEX: Final = "transfers.json"
-"""Index of names, written last."""
+"""Name of the index file, which is written last."""
 
 
 def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
@@ -276,15 +276,15 @@ def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
 
 
 def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
-    """Return by name the positions of the boxes of tensors, in files numbered from `first` on."""
+    """Return the file positions of each tensor's boxes; files are numbered from `first` on."""
     numbers = file_numbers(catalog, first)
     regions = {}
     for name in catalog.names:
         tensor = catalog.tensor(name)
         if any(stored.computed for stored in tensor.boxes):
             raise CheckpointError(
-                f"{catalog.directory}: tensor {name!r} is made of codes and scales, which no copy "
-                "of bytes does; merge or reshard the checkpoint with a dtype first"
+                f"{catalog.directory}: tensor {name!r} is computed from codes and scales, not "
+                "copied; merge or reshard the checkpoint with a dtype first"
             )
         regions[name] = [
             FileRegion(
@@ -307,7 +307,7 @@ def write_transfers(
 ) -> None:
     """Write the transfers and the shard shapes of every device of a plan to a directory.
 
-    Writes one ``.npz`` per device, and an index of names, dtypes and shapes. `files` has the
+    It writes one ``.npz`` per device, and an index of names, dtypes and shapes. `files` has the
     positions of tensors in files, `names` the file names. Raises CheckpointError if the directory
     is not empty.
     """
@@ -351,7 +351,7 @@ def _write(path: StoragePath, content: bytes) -> None:
 
 
 def _shards(plan: StateCopies, device: int) -> dict[str, npt.NDArray[np.int64]]:
-    """Return shape and byte strides of a device's shard of every tensor; zeros without a shard."""
+    """Return the shape and byte strides of a device's shard of every tensor; 0 without a shard."""
     dims = [len(layout.global_shape) for m in plan.moves for layout in (m.source, m.target)]
     table = np.zeros((4, len(plan.moves), max(dims, default=0)), np.int64)
     shapes_and_steps: dict[Layout, tuple[Sequence[int], Sequence[int]]] = {}

@@ -32,18 +32,18 @@ def plan_reshard(
         Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
         checkpoint.
     target
-        The same, without a checkpoint, or a mesh and rules from name patterns to specs; tensors
-        that no pattern matches are replicated. Meshes may be any: the same, grown, shrunk,
-        permuted, disjoint or overlapping ones.
+        Name to `Layout`, a state dict, or a mesh and rules from name patterns to specs; tensors
+        that no pattern matches are replicated. The mesh may be the same, grown, shrunk, permuted,
+        disjoint or overlapping.
     names
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
         also fuses, splits, stacks, transposes and pads, several in order, or `model_names`.
     dtype
         New dtype of floating-point tensors, if `target` is a mesh and rules; quantized weights of a
         checkpoint are dequantized to it. With ``"fp8-128x128"``, weights of linear layers, by their
-        names, become codes of float8_e4m3fn and scales. They are quantized on the sender if its
-        cuts are at block boundaries, else on the receiver. Those of a checkpoint are quantized
-        while reading, to the bytes that `merge` writes with ``quantize=``.
+        names, become codes of float8_e4m3fn and scales. The sender quantizes them if its cuts are
+        at block boundaries, else the receiver. Those of a checkpoint are quantized while reading,
+        to the bytes that `merge` writes with ``quantize=``.
     max_bytes
         Maximum bytes of send buffers, and of receive buffers, on each device; 256 MiB by
         default.
@@ -51,16 +51,15 @@ def plan_reshard(
         Shell patterns of names of source tensors to skip. A map must use all others.
     links
         The links of the cluster: the name of a preset, one link per axis, or a
-        `shardspec.comm.cluster.Cluster`, which lists the device ids of each host. By default those
-        of the meshes, or hosts of eight devices.
+        `shardspec.comm.cluster.Cluster`, which lists the device ids of each host. The default is
+        the links of the meshes, or hosts of eight devices.
 
     Raises
     ------
     LayoutError
-        If names are missing on either side, shapes differ, ranks lay out a tensor in different
-        ways, a reduction is pending, or `max_bytes` is too small; if a map has no use for a tensor,
-        names one that the source lacks, or is for models of another type than the checkpoint's
-        ``config.json`` says.
+        If names are missing on either side, shapes differ, ranks disagree on a layout, a reduction
+        is pending, or `max_bytes` is too small; if a map does not use a tensor, names one that the
+        source lacks, or is for another model type than the checkpoint's ``config.json``.
 
     Examples
     --------
@@ -74,7 +73,7 @@ def plan_reshard(
     if not isinstance(target, tuple):
         target = known_to_all(target)
     quantizes = dtype == "fp8-128x128"
-    # State dicts in memory need nothing of checkpoints.
+    # Imported on demand: state dicts in memory do not need these modules.
     if quantizes and (names is None or isinstance(names, Mapping | NameMap)):
         from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
 

@@ -1,6 +1,6 @@
 """Saves checkpoints: each rank writes one file of shards, and the sharding info comes last.
 
-There are five steps: describe the state dict, compare replicas, claim the directory, write the
+A save has five steps: describe the state dict, compare replicas, claim the directory, write the
 files, publish the info. After each step all ranks continue or fail together.
 """
 
@@ -82,36 +82,36 @@ def save_sharded(
 ) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
-    Each rank writes one file with its boxes; a replicated box is written by one rank. The sharding
-    info is written when all files are on the disk, so a directory without it is an unfinished save.
+    Each rank writes one file with its boxes; one rank writes each replicated box. The sharding info
+    is written when all files are on the disk, so a directory without it is an unfinished save.
     Pending reductions are saved unreduced, addend by addend.
 
     Parameters
     ----------
     state_dict
         Name to tensor: DTensors, those of `torch.distributed.tensor` too, and plain tensors, which
-        count as the same on every device of the mesh. Dicts and lists may be nested, and may hold
+        must be equal on every device of the mesh. Dicts and lists may be nested, and may contain
         numbers, text and None, as the state dict of an optimizer does; `load_sharded` returns the
         same nesting. All DTensors are on one mesh, or on slices of it.
     directory
-        Where to write, the same place for every rank; made if it does not exist. It may be the
-        URL of an object store, where saves to one place do not see each other.
+        The directory to write, the same for every rank; it is created if it does not exist. It may
+        be the URL of an object store, where concurrent saves do not notice each other.
     overwrite
-        Replace an existing save. The old one stays complete until the new one is. Then only its
-        shard files are removed.
+        Replace an existing save. It stays complete until the new one is; then only its shard files
+        are removed.
     replicas
-        With ``"equal"`` the replicas of a box are compared by their digests, plain tensors and
-        values too, and nothing is saved if they differ. With ``"first"`` they may differ, as
-        statistics of batch norms do, and the replica of the first rank is saved.
+        With ``"equal"`` the digests of replicas, plain tensors and values are compared, and nothing
+        is saved if they differ. With ``"first"`` they may differ, as statistics of batch norms do,
+        and the replica of the first rank is saved.
     communicator
-        Communicator of the ranks; by default that of the DTensors, or without any the running job,
-        or this process alone.
+        Communicator of the ranks; by default that of the DTensors, or without DTensors the running
+        job or this process alone.
     digests
         A file for the digests of all tensors, as `digest` computes them. They are computed while
         writing.
     progress
-        Called with the bytes that this process has written, and those it will have; by the thread
-        that saves.
+        Called with the bytes that this process has written so far, and in all; by the thread that
+        saves.
     asynchronous
         Copy everything into memory, return a `PendingSave`, and write in the background. The save
         is unfinished until all ranks have written. The next save of the process waits for this
@@ -125,11 +125,11 @@ def save_sharded(
     Raises
     ------
     OutputExistsError
-        On every rank, if the directory holds a finished save and `overwrite` is not set.
+        On every rank, if the directory contains a finished save and `overwrite` is not set.
     CheckpointError
-        On every rank, if another save is at work there, any rank fails, copies differ, or ranks do
-        not agree on names, shapes, dtypes, specs and values. What this save wrote is removed again,
-        and an older save is kept.
+        On every rank, if another save is running there, any rank fails, replicas differ, or ranks
+        do not agree on names, shapes, dtypes, specs and values. The files of this save are removed
+        again, and an older save is kept.
     CommunicatorError
         If this is a rank of a job that has not initialized `torch.distributed`.
 
@@ -160,11 +160,11 @@ def save_sharded(
 
     def described() -> Described:
         state = rank_state.describe(state_dict, chosen)
-        # What no file can hold is refused here, even tensors that have no boxes.
+        # Refuses tensors that no file can contain, even those without boxes.
         tensors = [(name, at.dtype, at.global_shape) for name, at in state.layouts.items()]
         encode_header([*tensors, *((name, "int8", ()) for name in state.flat.values)], {})
         for name, value in state.flat.values.items():
-            encode_value(value, name)  # refuses what has no place in the info
+            encode_value(value, name)  # refuses values that the info cannot contain
         if leader and not overwrite:
             _check_free(place)
         if file is not None:
@@ -235,7 +235,7 @@ def _save(
             _remove(path, names)
             raise
         if leader:
-            # Without a lock only what the older info names is known to be of no other save.
+            # Without a lock, another save may own any file that the older info does not list.
             with suppress(OSError):
                 older = path.names() if locked else older
             _remove(path, _superseded(path, older, keep={file.name for file in files}))
@@ -253,7 +253,7 @@ def _check_free(path: StoragePath) -> None:
 def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
     """Create and lock the directory, unless it contains a save that must be kept.
 
-    Returns True if a lock excludes other saves: stores and some file systems have no locks.
+    Returns True if a lock excludes other saves; object stores and some file systems have none.
     """
     path.make_directory()
     locked = lock.enter_context(path.locked())
@@ -276,9 +276,9 @@ def _write_shards(
 ) -> dict[int, FileEntry]:
     """Write the files of this process; return their boxes, each with its CRC-32, by rank.
 
-    Digests of what is written are added to `sums`, where tensors have any there.
+    Digests of written boxes are added to those in `sums`.
     """
-    # Made by the first rank; asking again makes a network file system look.
+    # The first rank has made it; a second call makes a network file system notice.
     path.make_directory()
     tensors = {
         name: OutputTensor(name, name, layout.global_shape, layout.dtype)
@@ -298,7 +298,7 @@ def _write_shards(
 
 
 def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
-    """Return a function that passes pieces on and reports the bytes of all so far."""
+    """Return a function that yields pieces unchanged and reports the bytes so far."""
     done = 0
 
     def passed_on(pieces: Pieces) -> Pieces:
@@ -319,7 +319,7 @@ def _pieces(
     crcs: dict[tuple[str, Box], int],
     sums: dict[str, TensorDigest],
 ) -> Pieces:
-    """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
+    """Yield the bytes of a file, and record the CRC-32 of each of its boxes."""
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
         crc = at = 0
@@ -352,7 +352,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
                 f"{file.num_bytes}; another program has changed it, save again"
             )
     older: Sequence[str] = []
-    with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
+    with suppress(CheckpointError):  # an unreadable info lists no files to remove
         older = [file.name for file in native.read_info(path).files]
     text = "".join(native.info_lines(info)).encode()
     (path / INFO_NAME).write(len(text), [text], overwrite=True, mode_of=INFO_NAME)
@@ -379,7 +379,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files that no info lists; one that cannot be removed only takes space."""
+    """Remove files that no info lists; a file that cannot be removed only takes space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

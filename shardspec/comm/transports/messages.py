@@ -74,21 +74,21 @@ class Messages:
         """Start the messages of a wave; return a function that completes it."""
         landing: Addressed = []
         leaving: Addressed = []
-        taken: list[torch.Tensor] = []
+        buckets: list[torch.Tensor] = []
         unpacked: list[tuple[Message, torch.Tensor]] = []
         for peer, message in wave.receives.items():
-            whole = _whole(stage, message, of_source=False) if peer != stage.device else None
-            if whole is None and peer != stage.device:
-                whole = self._taken(stage, message, taken, of_source=False)
-                unpacked.append((message, whole))
-            if whole is not None:
-                landing.append((peer, whole))
+            buffer = _in_place(stage, message, of_source=False) if peer != stage.device else None
+            if buffer is None and peer != stage.device:
+                buffer = self._memory_for(stage, message, buckets, of_source=False)
+                unpacked.append((message, buffer))
+            if buffer is not None:
+                landing.append((peer, buffer))
         for peer, message in wave.sends.items():
-            whole = _whole(stage, message, of_source=True)
-            if whole is None:
-                whole = self._taken(stage, message, taken, of_source=True)
-                stage.pack(message, whole)
-            leaving.append((peer, whole))
+            buffer = _in_place(stage, message, of_source=True)
+            if buffer is None:
+                buffer = self._memory_for(stage, message, buckets, of_source=True)
+                stage.pack(message, buffer)
+            leaving.append((peer, buffer))
         with errors_named(stage.name, stage.readers | stage.senders):
             works = _start_messages(leaving, landing)
 
@@ -99,23 +99,23 @@ class Messages:
                     work.wait()
             for message, bucket in unpacked:
                 stage.unpack(message, bucket)
-            self.free.extend(taken)
+            self.free.extend(buckets)
 
         return finish
 
-    def _taken(
-        self, stage: Stage, message: Message, taken: list[torch.Tensor], *, of_source: bool
+    def _memory_for(
+        self, stage: Stage, message: Message, buckets: list[torch.Tensor], *, of_source: bool
     ) -> torch.Tensor:
-        """Return memory for a message, and add its bucket to `taken`."""
+        """Return memory for a message, and add its bucket to `buckets`."""
         size = message_bytes(message)
         fitting = (at for at, bucket in enumerate(self.free) if bucket.numel() >= size)
         at = next(fitting, None)
         if at is None:
             shards = stage.source if of_source else stage.target
-            taken.append(_bucket(max(size, self.bucket_bytes), shards[message[0].places[0]]))
+            buckets.append(_bucket(max(size, self.bucket_bytes), shards[message[0].places[0]]))
         else:
-            taken.append(self.free.pop(at))
-        return taken[-1][:size]
+            buckets.append(self.free.pop(at))
+        return buckets[-1][:size]
 
 
 def _nothing() -> None:
@@ -132,7 +132,7 @@ def _sending(device: torch.device) -> torch.device:
     return torch.device("cpu") if with_gloo else device
 
 
-def _whole(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor | None:
+def _in_place(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor | None:
     """Return the part of a shard that is the message in place; None if it must be packed."""
     if len(message) > 1 or len(message[0].places) > 1:
         return None
@@ -164,13 +164,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
+def errors_named(name: str, peers: Iterable[int]) -> Iterator[None]:
     """Turn errors of `torch.distributed` into a `CommunicatorError` that names step and ranks."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
         raise CommunicatorError(
-            f"{what} with {ranks_text(peers)} failed: {cause_of(error)}"
+            f"{name} with {ranks_text(peers)} failed: {cause_of(error)}"
         ) from error
 
 

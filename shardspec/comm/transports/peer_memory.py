@@ -205,10 +205,10 @@ class Connection:
             raise CommunicatorError(
                 f"rank {self.peer} did not come in time (the timeout is that of the process group)"
             )
-        found = self._pending.popleft()
-        if found[:2] != (kind, step):
+        signal = self._pending.popleft()
+        if signal[:2] != (kind, step):
             raise CommunicatorError(f"rank {self.peer} executes another step")
-        return found[2:]
+        return signal[2:]
 
     def check(self) -> None:
         """Raise `CommunicatorError` if the peer has ended or given up.
@@ -284,8 +284,8 @@ class PeerMemory:
         try:
             fds = {peer: write for peer, (_, write) in pipes.items()}
             offers = gather(Offer(host, os.getpid(), token.ctypes.data, token.tobytes(), fds))
-            together = bool(host) and all(offer.host == host for offer in offers.values())
-            for peer in pipes if together else ():
+            share_host = bool(host) and all(offer.host == host for offer in offers.values())
+            for peer in pipes if share_host else ():
                 offer, (inbox, _) = offers[peer], pipes[peer]
                 with suppress(OSError):
                     path = f"/proc/{offer.pid}/fd/{offer.pipes[rank]}"
@@ -293,7 +293,7 @@ class PeerMemory:
                     new[peer] = Connection(peer, offer.pid, os.dup(inbox), outbox)
             joined = new.keys() == pipes.keys() and all(offers[p].is_readable() for p in peers)
             # The pipes close only after all ranks have tried to open and to read.
-            if not together or not all(gather(joined).values()):
+            if not share_host or not all(gather(joined).values()):
                 return None
         finally:
             _close(*(end for pipe in pipes.values() for end in pipe))
@@ -374,11 +374,11 @@ class PeerMemory:
                     ours.append(target.rows(run, target_bases))
                     continue
                 for moved, placed, _ in arrays:
-                    ends = source.moved(moved), target.moved(placed)
+                    regions = source.moved(moved), target.moved(placed)
                     if peer == self._rank:
-                        ends[1].tensor().copy_(ends[0].tensor())
+                        regions[1].tensor().copy_(regions[0].tensor())
                     else:
-                        self.fetch(peer, *ends)
+                        self.fetch(peer, *regions)
         read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(their_rows))
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
@@ -389,8 +389,8 @@ class PeerMemory:
         if (source.num_bytes if far_apart else source.span) > most:
             widest = int(np.argmax(np.multiply(np.subtract(source.shape, 1), source.strides)))
             size = source.shape[widest]
-            for ends in ((0, size // 2), (size // 2, size)):
-                self.fetch(peer, source.part(widest, *ends), target.part(widest, *ends))
+            for bounds in ((0, size // 2), (size // 2, size)):
+                self.fetch(peer, source.part(widest, *bounds), target.part(widest, *bounds))
         elif far_apart:
             read(pid, source, target)
         else:

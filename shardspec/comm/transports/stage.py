@@ -86,8 +86,8 @@ class Stage:
     def copy(self, message: Message, sender: "Stage") -> None:
         """Copy boxes from a device of this process, or from the same device, into the target."""
         for copy in message:
-            ends = sender.parts(copy, of_source=True), self.parts(copy, of_source=False)
-            for source_part, target_part in zip(*ends, strict=True):
+            views = sender.parts(copy, of_source=True), self.parts(copy, of_source=False)
+            for source_part, target_part in zip(*views, strict=True):
                 target_part.copy_(source_part)
 
     def _pairs(
