@@ -200,7 +200,7 @@ def test_the_oldest_order_of_heads_wants_a_rule(tmp_path):
     name = "language_model.encoder.layers.0.self_attention.query_key_value.bias"
     assert refused(ckpt) == (
         f"{ckpt}/iter_0000010/mp_rank_00/model_optim_rng.pt: tensor {name!r} is of checkpoint "
-        "version 0, where ranks hold all of their q above k above v; give it a rule with 3 parts: "
+        "version 0, where each rank stores q, then k, then v; give it a rule with 3 parts: "
         f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
     )
     rules = {

@@ -125,7 +125,7 @@ def cut_short(place):
         (lambda place: (place / "params.json").write_text('{"dim": '), "params.json"),
         (other_norm, "layers.1.ffn_norm.weight"),
         (other_shape, "output.weight"),
-        (cut_short, "was cut short"),
+        (cut_short, "is not a whole zip"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(tmp_path, change, told):
