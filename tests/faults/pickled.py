@@ -120,7 +120,7 @@ def _run(source: Path, folder: Path, how: int) -> None:
     before = tree(folder)
     # Objects beside tensors are left out; here are no others, and so there is no output.
     left_out = source.suffix == ".pt" and how % 6 in (0, 1, 4)
-    says = "holds no tensor" if left_out else "nothing of it was run"
+    says = "has no tensor" if left_out else "nothing of it was run"
     refused(["merge", source, "-o", folder / "out"], folder, says)
     for what in ("inspect", "verify"):
         code, _, err = command([what, source])
