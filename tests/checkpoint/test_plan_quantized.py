@@ -171,7 +171,7 @@ def test_scales_that_a_target_states():
     plan = plan_reshard(state, {NAME: weight, scales: whole}, dtype="fp8-128x128")
     assert {move.target_name: move.target for move in plan.moves} == {NAME: weight, scales: whole}
     for source, stated, says in (
-        (late, {NAME: weight, scales: whole}, "is made where"),
+        (late, {NAME: weight, scales: whole}, "but the target has"),
         (state, {NAME: weight, scales: Layout(THREE, "[R,R]", (3, 3), "float32")}, "in the target"),
         (state, {NAME: weight, "norm": whole, "norm_scale_inv": whole}, "the source lacks"),
     ):

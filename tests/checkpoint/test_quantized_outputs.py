@@ -181,7 +181,7 @@ def test_a_pattern_that_takes_too_long_is_refused(tmp_path):
     tensors = {f"{'a' * 60}.weight": torch.randn(128, 128)}
     section = {"quant_method": "fp8", "ignore": ["re:(a+)+$"]}
     source = model(tmp_path / "in", tensors, {"quantization_config": section})
-    with pytest.raises(ShardSpecError, match="list them by their names"):
+    with pytest.raises(ShardSpecError, match="list them by name"):
         merge(source, f"{tmp_path}/out/", quantize="fp8-128x128")
 
 

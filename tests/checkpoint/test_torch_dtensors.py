@@ -215,12 +215,15 @@ def test_one_mesh_for_many(path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (dtensor(mesh_of_ids(), ("Shard(0)", REPLICATE)), "placement 'Shard(0)' is not known"),
-        (dtensor(mesh_of_ids(), (shard("0"), REPLICATE)), "placement <Shard> is not known"),
-        (dtensor(mesh_of_ids(), (partial("premul_sum"), REPLICATE)), "placement <Partial> is not"),
+        (dtensor(mesh_of_ids(), ("Shard(0)", REPLICATE)), "placement 'Shard(0)' is unknown"),
+        (dtensor(mesh_of_ids(), (shard("0"), REPLICATE)), "placement <Shard> is unknown"),
+        (
+            dtensor(mesh_of_ids(), (partial("premul_sum"), REPLICATE)),
+            "placement <Partial> is unknown",
+        ),
         (
             dtensor(mesh_of_ids(), (Made(Name(KINDS, "_MaskPartial"), {}),)),
-            "_MaskPartial> is not known",
+            "_MaskPartial> is unknown",
         ),
         (dtensor(mesh_of_ids(), 7), "its mesh or its placements"),
         (dtensor(None, CUT), "its mesh or its placements"),

@@ -181,10 +181,10 @@ def test_an_axis_used_twice():
 def test_axes_that_are_none():
     for axis in (-1, True, 1.5, None):
         assert axis_error(lambda axis=axis: ShardingSpec(1, {0: [axis]})) == (
-            f"axis {axis!r}: an axis is a number from 0 or a name"
+            f"axis {axis!r}: give a number from 0 or a name"
         )
         assert axis_error(lambda axis=axis: Partial(axis)) == (
-            f"axis {axis!r}: an axis is a number from 0 or a name"
+            f"axis {axis!r}: give a number from 0 or a name"
         )
     for name in ("", "0", "a b", "d-p"):
         assert axis_error(lambda name=name: DimSpec((name,))) == (

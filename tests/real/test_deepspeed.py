@@ -248,7 +248,7 @@ STAGE3 = "zero_pp_rank_2_mp_rank_00_model_states.pt"
         ("zero2", copy(optimizer(1), "layer_3_expert_0_mp_rank_00_model_states.pt"), "put the w"),
         ("zero2", copy("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "ds_to_uni"),
         ("zero2", copy("mp_rank_00_model_states.pt", STAGE3), "move it away"),
-        *(("zero3", cut(name), "was cut short") for name in (optimizer(0), STAGE3)),
+        *(("zero3", cut(name), "restore it") for name in (optimizer(0), STAGE3)),
         ("zero2", two_tags, "global_step2, global_step4 and no latest"),
         (
             "zero2",

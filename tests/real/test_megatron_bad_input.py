@@ -110,9 +110,9 @@ def megatron(monkeypatch):
         ({ORIGINAL: (4, 3, 5)}, "is not made of such blocks"),
         ({ORIGINAL: (16, 1)}, "is not made of such blocks"),
         ({ORIGINAL: (-4, 16)}, "sizes are whole numbers"),
-        ({"other": (4, 16)}, "convert it with Megatron's own tools"),
-        ({ORIGINAL: (4, 16), 1: 2}, "convert it with Megatron's own tools"),
-        (7, "convert it with Megatron's own tools"),
+        ({"other": (4, 16)}, "fully_reshardable"),
+        ({ORIGINAL: (4, 16), 1: 2}, "fully_reshardable"),
+        (7, "fully_reshardable"),
         ({}, "and nothing says how it was made flat"),
     ],
 )

@@ -314,7 +314,7 @@ FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
             [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
             "has layers with 1 and with 2 experts, but all have the same number; restore it",
         ),
-        (["0.mlp.experts.weight1"], "is of several experts at once, as the old grouped kernels"),
+        (["0.mlp.experts.weight1"], "old grouped kernels store them"),
     ],
 )
 def test_experts_that_do_not_add_up(tmp_path, names, problem):
