@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 # `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
-    "shardspec": (45536, 183),  # 57 lines of worked examples
-    "shardspec/checkpoint": (19313, 72),
+    "shardspec": (45538, 183),  # 57 lines of worked examples
+    "shardspec/checkpoint": (19314, 72),
     "shardspec/cli": (3557, 13),
     "shardspec/comm": (4236, 20),
     "shardspec/explorer": (229, 1),
@@ -22,9 +22,9 @@ BUDGET = {
     "shardspec/layout": (4844, 18),
     "shardspec/mesh": (1107, 5),
     "shardspec/profiling": (378, 3),
-    "shardspec/resharding": (4670, 13),  # ways between hosts priced from merged copies
+    "shardspec/resharding": (4671, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3267, 16),
-    "tests": (56236, 351),  # 98 lines hold the rules of plain English
+    "tests": (56239, 351),  # 98 lines hold the rules of plain English
 }
 
 

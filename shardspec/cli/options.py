@@ -169,7 +169,7 @@ class Kind(click.ParamType[Any]):
 
 
 def numbers_kind(name: str, what: str, remedy: str) -> Kind:
-    """Return the kind of a list of whole numbers; `what` and `remedy` are for its errors."""
+    """Return the type of an option that takes whole numbers, as ``4,2``."""
     return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 

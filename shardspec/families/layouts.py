@@ -349,7 +349,7 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of the first tensor of a target."""
+        """Return the name of the first tensor that a rule of the family makes, for errors."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:

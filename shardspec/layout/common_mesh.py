@@ -1,4 +1,4 @@
-"""Rewrites layouts on several meshes of the same devices for one mesh."""
+"""Rewrites layouts on different meshes of the same devices as layouts on one common mesh."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,8 +1,9 @@
 """Finds the copies of a reshard plan: senders, receivers, stages and messages.
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
-Between hosts a plan has up to three stages: every byte enters a host once, and is then passed on
-to other hosts and inside the host.
+Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
+from there to other hosts that need it, and in each host to the other devices. So it enters a host
+once.
 """
 
 from collections import Counter, defaultdict
@@ -112,7 +113,7 @@ def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
 
 
 def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
-    """Return the meshes of devices; with `stored`, the meshes that number files instead."""
+    """Return the meshes of devices; with `stored`, those whose ids are numbers of files."""
     layouts = {layout for move in moves for layout in (move.source, move.target)}
     return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
 

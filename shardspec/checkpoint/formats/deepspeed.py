@@ -206,7 +206,7 @@ def _untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTens
 
 
 def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
-    """Add parameters that share the storage of others, under their names."""
+    """Add tied parameters, for example the head, each as a copy of the stored one."""
     for alias, target in _under(model, "shared_params").items():
         if isinstance(target, str) and target in tensors:
             tensors[alias] = replace(tensors[target], name=alias)

@@ -315,7 +315,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, extras, facts)
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
-        """Return a tensor as the pickles describe it."""
+        """Return shape, dtype and boxes of a tensor, from the pickles of all ranks."""
         layouts = self._layouts[name]
         if layouts not in self._boxes:
             self._boxes[layouts] = tuple(

@@ -1,8 +1,9 @@
-"""Reads and writes `torch.save` files of a model: one file, or several with an index or numbers.
+"""Reads and writes `torch.save` files of a model: one file, or several parts.
 
-``pytorch_model.bin.index.json`` follows the rules of ``model.safetensors.index.json``: every listed
-tensor must be in its file, and the reverse. A file with DTensors is the part of one rank. It is
-read alone only if the part is the full tensor, as on a mesh of one device.
+Parts have an index, or numbered names as ``pytorch_model-00001-of-00002.bin``. The index,
+``pytorch_model.bin.index.json``, follows the rules of ``model.safetensors.index.json``: every
+listed tensor must be in its file, and the reverse. A file with DTensors is the part of one rank. It
+is read alone only if the part is the full tensor, as on a mesh of one device.
 """
 
 import re
