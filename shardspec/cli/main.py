@@ -109,7 +109,7 @@ class _LazyGroup(CommandGroup):
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
-        **extra: Any,  # noqa: ANN401  # handed on to click as it is
+        **extra: Any,  # noqa: ANN401  # passed to click unchanged
     ) -> Never:
         """Run, turn every expected error into one line on stderr, and exit."""
         try:

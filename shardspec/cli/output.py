@@ -43,7 +43,7 @@ def say_styled(text: str, *, nl: bool = True) -> None:
         click.echo(text, nl=nl)
 
 
-def styled(text: str, **style: Any) -> str:  # noqa: ANN401  # handed on to click as it is
+def styled(text: str, **style: Any) -> str:  # noqa: ANN401  # passed to click unchanged
     """Return a text with a style of `click.style`, or unchanged if colors are unwanted."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else click.style(text, **style)

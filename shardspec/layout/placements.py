@@ -35,7 +35,7 @@ class Split(NamedTuple):
 
     dim: int
     split_factor: int = 1
-    """Number of parts made by axes further right, each of which this axis splits."""
+    """Number of parts that axes further right make; this axis splits each part."""
 
 
 Placement: TypeAlias = Split | ReduceOp | None

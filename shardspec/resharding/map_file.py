@@ -196,7 +196,7 @@ def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
 
 
 def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
-    """Return a text with abbreviated sizes replaced by what they stand for.
+    """Return a text with abbreviated sizes replaced by their keys in `config.json`.
 
     >>> in_words_of_config("'g' is 4 long", {"g": "num_key_value_heads"})
     "'num_key_value_heads' is 4 long"

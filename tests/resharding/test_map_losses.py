@@ -159,7 +159,7 @@ def test_wherever_a_map_is_taken_what_it_has_no_use_for_is_refused_or_dropped(fo
         call(drop="*.q_norm.*")
     assert Q_NORM not in load_file(out)
     assert len(load_file(out)) == len(SHAPES) - 2 * 3
-    with pytest.raises((LayoutError, CheckpointError), match="which is for maps; exclude it"):
+    with pytest.raises((LayoutError, CheckpointError), match="cannot be dropped without a map"):
         merge(folder, tmp_path / "other", drop="*.q_norm.*")
 
 

@@ -119,9 +119,9 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if tensors are dropped without a map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} is to be dropped (",
+            f"{shown(choice.drop)} cannot be dropped without a map (",
             Argument("drop"),
-            "), which is for maps; exclude it",
+            "); exclude it",
         )
 
 

@@ -197,8 +197,8 @@ def check_replicas_of_ranks(described: Described, communicator: Communicator) ->
         more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if len(differ) > 1 else ""
         raise on_all_ranks(
             CheckpointError(
-                f"tensor {name!r}: {problem}{more}; make them equal, or shard the tensor by what "
-                'differs, or save that of the first rank with replicas="first"'
+                f"tensor {name!r}: {problem}{more}; make them equal, give its layout the "
+                'axes along which they differ, or pass replicas="first" to keep one copy'
             )
         )
 

@@ -385,8 +385,8 @@ def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies
 
 
 def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Return whether torch considers two tensors to share memory."""
-    # torch's stubs lack it.
+    """Return True if torch considers two tensors to share memory."""
+    # torch has no public name for it, and its stubs lack it.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
 

@@ -48,6 +48,7 @@ class Differentiable(TensorLike):
         complete = gradient.redistribute(self.layout.spec.without_partial())
         return complete._nodes()
 
+    # torch declares an attribute; gradients belong to the shards, so this collects them.
     @property  # type: ignore[override]
     def grad(self) -> Self | None:
         """The gradient, with nothing pending; None if absent.
