@@ -356,6 +356,7 @@ def test_an_autograd_function_of_a_dtensor_never_loses_a_gradient_unsaid(use, of
         use(apply(tensor))
     with pytest.raises(LayoutError, match="Function"):
         apply(tensor, lambda t: t.to_global()).sum().backward()
+    untracked: Any
     for untracked in (leaf.detach(), DTensor(WHOLE, MESH, "[S0,R]"), tensor.detach()):
         use(apply(untracked))
         assert torch.equal(apply(untracked).to_global(), 2 * untracked.to_global())
