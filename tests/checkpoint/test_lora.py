@@ -5,9 +5,9 @@ from math import sqrt
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -328,7 +328,7 @@ def save_on_ranks(rank, place):
         name.replace(".weight", ".default.weight"): distribute_tensor(tensor, mesh, [Shard(0)])
         for name, tensor in pair(Q, 24, 40, rank=5).items()
     }
-    dcp.save(state, checkpoint_id=place / "dcp")
+    save(state, checkpoint_id=place / "dcp")
     (place / "files").mkdir(exist_ok=True)
     torch.save(state, place / "files" / f"model_world_size_2_rank_{rank}.pt")
     own = DeviceMesh(range(2))
