@@ -1,4 +1,4 @@
-"""Commands of the command line: help under headings, common options, and what has gone."""
+"""Commands of the command line: help under headings, common options, and removed options."""
 
 import inspect
 import os

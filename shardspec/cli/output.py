@@ -1,4 +1,4 @@
-"""Prints and writes for commands: lines with control characters escaped, files, progress bars."""
+"""Output of the commands: lines with control characters escaped, files and progress bars."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Notes that ranks exchange before data moves, and the check that all are about to do the same."""
+"""Checks that all ranks are about to run the same conversion; ranks exchange notes before data."""
 
 import hashlib
 import json

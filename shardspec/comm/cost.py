@@ -5,9 +5,9 @@
 >>> [f"{model.step_seconds(AllGather(0, (axis,)), 10**6) * 1e6:.1f} µs" for axis in (0, 1)]
 ['30.0 µs', '6.0 µs']
 
-docs/plans.md has the formulas and their sources. The link between two devices has the largest alpha
-and beta among the axes on which they differ. Prices also include the start-up of links, and the
-copies that pack and unpack (`shardspec.comm.curves.copies`).
+docs/plans.md has the formulas with sources. `shardspec.layout.routed` prices exchanges and
+permutes. The link between two devices has the largest alpha and beta among the axes on which they
+differ. Prices include the start-up of links and the local copies that pack and unpack.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""Exchanges notes between ranks by messages, in one thread of a process at a time.
+"""Exchanges notes, short texts, between ranks; in one thread of a process at a time.
 
-A rank that fails sends its error in place of its next note. It also writes the error to the store
-of the process group; ranks read it there after a timeout.
+A rank that fails sends the error in place of a note. It also writes the error to the store of the
+process group, from which other ranks read it after a timeout.
 """
 
 import json

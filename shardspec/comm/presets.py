@@ -1,6 +1,6 @@
 """Links of well-known hardware by name, and the clusters made of them.
 
-Each preset is a file of links beside this module, in the format of users' files. Its numbers are
+Each preset is a TOML file beside this module, as ``shardspec profile`` writes them. Its numbers are
 published or fitted to published ones; links measured on your machines are better. Curves price the
 collectives with published times; latency, rate and start price the other steps.
 

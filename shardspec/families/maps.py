@@ -1,7 +1,8 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-Maps between two of these lead through the names in files of transformers. If tensors of a source
-have several spellings, a first map unifies them, and the next one reports missing tensors.
+A map between two of these is made of two maps: from the source to the names in files of
+transformers, and from those to the target. If names of a source may be spelled in several ways, the
+first map unifies them, and the second one reports missing tensors.
 """
 
 import re

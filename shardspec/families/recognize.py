@@ -1,4 +1,4 @@
-"""Finds the format of a checkpoint's tensor names, which may have any prefix.
+"""Recognizes the naming convention of a checkpoint's tensors, behind any prefix.
 
 >>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
 >>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")

@@ -1,8 +1,8 @@
 """Converts shards to a torch `DTensor` and back, sharing storage and gradients.
 
-Both sides share a convention: the gradient of a shard is that of its box, equal on all devices that
-have the box, and each addend of a pending sum gets the gradient of the sum. Each of n addends of a
-pending mean gets 1/n of its gradient here, but all of it in torch.
+torch and shardspec share a convention: the gradient of a shard is that of its box, equal on all
+devices that have the box, and each addend of a pending sum gets the gradient of the sum. One
+difference: an addend of a pending mean of n gets 1/n of the mean's gradient here, but all in torch.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Prices exchanges between layouts, also on two meshes, and chooses the specs between them.
+"""Prices exchanges between layouts, and chooses the specs in which a tensor changes meshes.
 
 >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
 >>> source, target = Layout(first, "[S0,R]", (8, 8), "f32"), Layout(second, "[S0,R]", (8, 8), "f32")

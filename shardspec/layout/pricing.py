@@ -10,10 +10,10 @@ True
 >>> prices.step(prices.state(source), prices.state(target))
 Permute(axes=(0, 1))
 
-The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If
-every dim divides evenly under every spec, the latter depend only on the mesh and the rank, and
-specs that differ by a permutation of dims or of equivalent axes share them. Otherwise they are
-computed for the shape of the tensor.
+The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If all
+shards are equally large, prices of permute and exchange depend only on the mesh, the specs and the
+number of elements, and specs that differ by an order of dims or of equivalent axes have equal
+prices. Otherwise prices are computed for the shape of the tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Computes arrays of costs, between all layouts of a tensor or for pairs of layouts.
+"""Computes the costs of many conversions at once: all layouts of a tensor, or a list of pairs.
 
 `LayoutConverter.cost_table` and `LayoutConverter.costs` show examples.
 """

@@ -1,7 +1,7 @@
 """The state of the running job: process groups, and torch's meshes over them.
 
-Every group is made once and shared: torch's meshes use existing groups, and communicators use
-torch's groups.
+Every process group is made once: communicators use the groups of torch's meshes, and new meshes use
+groups that exist.
 """
 
 import atexit

@@ -2,8 +2,8 @@
 
 A curve is the minimum of two lines, one for a protocol of low latency and one for high bandwidth.
 They meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
-outliers (iteratively reweighted least squares). Errors are those of leave-one-out: each size is
-priced by the fit of the other sizes.
+outliers (iteratively reweighted least squares). Reported errors are leave-one-out: each size is
+predicted by a fit to the other sizes.
 """
 
 import re

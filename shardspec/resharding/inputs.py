@@ -1,4 +1,4 @@
-"""Checks the state dicts that a plan reads and fills, and gathers the layouts that ranks have.
+"""Checks the state dicts that a plan reads and fills, and collects layouts from all ranks.
 
 Layouts, dtypes and memory may have changed since planning, so all are checked again.
 """

@@ -2,8 +2,8 @@
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
 Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
-from there to other hosts that need it, and in each host to the other devices. So it enters a host
-once.
+from there to other hosts that need it, and in each host to the other devices. So each byte enters a
+host once.
 """
 
 from collections import Counter, defaultdict

@@ -1,7 +1,7 @@
 """Proves that a name map writes every element of a target once, and loses none of a source.
 
-Every tensor that the map names must exist: numbers run from 0 to the largest in the source, or to
-the size ``{i}``. Then every index is checked to be covered by exactly one equation.
+Every tensor that the map names must exist. A placeholder ``{i}`` counts from 0 to the largest
+number in the source, or to the size ``{i}``. Then each element must be in exactly one equation.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,12 +1,12 @@
 """Views: equal elements of two tensors, by factored and permuted dims.
 
 ``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and
-a view of a target with the same names are an equation: the element at indices
-``g, q, d, c`` of one is that of the other. So fusing, splitting, stacking, transposing and padding
-are all the same thing, an equation between views.
+a view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the
+source equals the element at these indices of the target. Equations express fusing, splitting,
+stacking, transposing and padding.
 
-Along each dim an index is a sum of indices of the view times a weight, so a box of a tensor is a
-few boxes of the view, and a box of the view is a strided part of a tensor.
+An index of a dim is a weighted sum of indices of the view. So a box of a tensor is a few boxes of
+the view, and a box of the view is a strided part of a tensor.
 """
 
 import ast

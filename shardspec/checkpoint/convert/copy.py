@@ -1,12 +1,11 @@
 """Copies boxes: reads stored boxes, checks and casts them, and writes them to files.
 
-Data passes through a buffer that fits the CPU's cache. For files in memory this is faster than
-copy_file_range, and the bytes are checked on the way. Memory does not grow with the size of a
-tensor.
+Data passes through a buffer that fits the CPU's cache, so memory does not grow with the size of a
+tensor, and bytes are checked on the way. For cached files this is faster than copy_file_range.
 
-On a disk, a task is all extents of a tensor, so each stored box is read and checked once. In an
-object store, a task is one file, written from start to end. The file appears when it is complete,
-and the one that it replaces stays until then.
+Threads share the work. On a disk, a thread writes a whole tensor, perhaps into several files, so
+each stored box is read and checked once. In an object store, a thread writes one file from start to
+end. The file appears when it is complete, and the one that it replaces stays until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator

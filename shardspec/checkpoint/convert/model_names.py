@@ -1,4 +1,4 @@
-"""Renames the tensors of a checkpoint to those of another tool, by the model's config."""
+"""Renames and reshapes the tensors of a model for another tool, by the model's config."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Selects tensors and other entries of a checkpoint, and gives them other names and shapes.
 
-Nothing is copied. An equation between views maps elements of a source tensor to a target tensor. A
-stored box of the source becomes a few boxes of the target, each with its own strides in the same
-file.
+No data is copied: a stored box of a source tensor becomes a few boxes of a target tensor, each with
+its own strides in the same file. `shardspec.resharding.views` explains the equations that say which
+element of the source is which element of the target.
 """
 
 import re

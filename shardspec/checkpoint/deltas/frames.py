@@ -1,6 +1,6 @@
-"""Applies the frames of deltas to tensors, in a stream.
+"""Applies deltas to tensors while these are read.
 
-Frames are decompressed block by block as the tensor is read, so memory stays bounded.
+The changes of a tensor are a zstd frame. It is decompressed block by block, so memory stays bounded.
 """
 
 import zlib

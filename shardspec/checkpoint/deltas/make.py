@@ -1,4 +1,4 @@
-"""Writes deltas between checkpoints, in the layout of slime and ModelExpress.
+"""Writes deltas between checkpoints, in the file format of slime and ModelExpress.
 
 A delta is a directory with an index and a safetensors file. The metadata of the index has the old
 and the new version. The file has one entry per changed tensor: a zstd frame of the XOR of old and

@@ -1,9 +1,9 @@
 """Defines `Format`, and lists the formats of this library and of installed packages.
 
-A module of this folder that is a format defines it under the name `FORMAT`. Another package
-provides one through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
-Built-in formats are tried first, so a package cannot change their reading. Modules are imported on
-demand.
+Each format is a module of this folder with a `Format` named `FORMAT`. Another package provides a
+format through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
+Built-in formats are tried first, so a package cannot change how they are read. Modules are imported
+on demand.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

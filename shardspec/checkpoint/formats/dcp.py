@@ -6,8 +6,8 @@ rank, and the metadata has no digests. A swapped file is detected by the lengths
 of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
 
 Megatron-core's ``torch_dist`` is such a directory. Before version 0.13 its distributed optimizer
-stores tensors **flat**: each data parallel rank has a range of a block of the tensor, listed with
-one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
+stores tensors **flat**: a tensor is split into blocks, and each data parallel rank has a range of
+the elements of a block. Source: metadata.py,
 planner.py, filesystem.py, default_planner.py of torch/distributed/checkpoint; strategies/torch.py
 and resharding.py of megatron/core/dist_checkpointing.
 """

@@ -1,13 +1,13 @@
 """Reads torch DCP in Hugging Face format: a safetensors file per rank, with offsets of boxes.
 
-With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
-``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for each file i of n of the merged model
-whose tensors it has. **Neither the shapes of tensors nor the number of ranks is recorded.** The
-extent of the boxes is used as the shape only if one of these confirms it:
+With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes its boxes of the tensors of
+file i of n as ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors``; merging would give n files.
+**Neither the shapes of tensors nor the number of ranks is recorded.** A shape is assumed to end
+where the boxes end, if one of these confirms it:
 
 - the caller gives the number of ranks (`ranks`), and there are that many files;
-- shards of several ranks have consecutive numbers and boxes without gaps, and their sizes are those
-  of `torch.chunk` for that number of ranks or a divisor of it; a note records the assumption;
+- shards of several ranks have consecutive numbers and boxes without gaps, and the boxes have the
+  sizes that `torch.chunk` gives for that number of ranks or a divisor of it; a note says so;
 - the folder is called ``sharded``, and its parent has merged tensors of the same names, shapes and
   dtypes: torch writes them with ``enable_consolidation=True``.
 

@@ -10,11 +10,11 @@ stage 3, has the names and shapes of the parameters in their order (``param_shap
 - Stage 3: a rank has ceil(elements / ranks) elements of each parameter, at the same position on all
   ranks. Groups are consecutive; a parameter may span two of them.
 
-A range of a flat tensor becomes a few boxes of the parameter. The catalog has the parameters in
-fp32, as `zero_to_fp32.py` makes them; tied ones; frozen parameters and buffers in their stored
+A range of a flat tensor becomes a few boxes of the parameter. The catalog lists parameters in fp32,
+also tied ones, as `zero_to_fp32.py` makes them; frozen parameters and buffers in their stored
 dtype; and ``optimizer.KIND.NAME`` for each KIND of optimizer state (``exp_avg``, ``exp_avg_sq``,
-``step``). **Swapped files of stage 3 cannot be detected**; those of stages 1 and 2 record their
-place (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
+``step``). **Swapped files of stage 3 cannot be detected**; files of stages 1 and 2 record the
+positions of parameters (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
 """
 
 import re

@@ -4,11 +4,11 @@ XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parall
 stages, YYY is omitted. Tensors are sharded by the rules of `families/rank_rules.py`. The run's
 arguments record whether feed-forward layers are gated. Source: megatron/training/checkpointing.py.
 
-With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
-second ones. The arguments record the numbers of ranks and layers; without them the caller must give
-``ranks``. They also record the global rank, which reveals swapped and copied files. Without it
+With a virtual pipeline (``model0``, ``model1``) the layers of ``model0`` of all stages come before
+those of ``model1``. The arguments record the numbers of ranks and layers; without arguments the
+caller must give ``ranks``. The recorded global rank reveals swapped and copied files. Without it
 copies are detected by the digests of torch's zips, but **swapped files of equal shapes cannot be
-detected**. The optimizer does not name its tensors, so it is listed among the `extras`.
+detected**. Tensors of the optimizer have no names in the files, so they are not read.
 """
 
 import re

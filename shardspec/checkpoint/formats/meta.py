@@ -1,7 +1,7 @@
 """Reads Meta's LLaMA checkpoints: ``consolidated.NN.pth``, one per rank, and ``params.json``.
 
-The number of ranks follows from shapes: norms have the model's width, and ``attention.wo`` of each
-rank its share of the columns. **Swapped files cannot be detected.**
+The number of ranks follows from shapes: a norm has the width of the model, and ``attention.wo`` has
+width / ranks columns in each file. **Swapped files cannot be detected.**
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,8 @@ Both safetensors and ``.bin`` files are found by these rules:
 
 - An index, ``{"weight_map": {tensor name: file name}}``, decides the file of each tensor, even if
   another file has a tensor of that name. Its files may be in subdirectories. A numbered file of
-  the same model that it does not list is an error, with a count (``-00001-of-00003``) or without
-  (``part-1``), and so is a file that lacks a listed tensor.
+  the same model that the index does not list (``-00001-of-00003``, ``part-1``) is an error, and so
+  is a file that lacks a listed tensor.
 - Without an index, all files numbered ``-00001-of-00003`` must exist. Also recognized are
   ``model-1-of-3``, ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
   ``model.safetensors-00001-of-00003``; some tools count from 0.

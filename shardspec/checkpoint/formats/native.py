@@ -1,6 +1,6 @@
 """Reads and writes shardspec's own format: `sharding_info.json`, and a safetensors file per rank.
 
-The info records the mesh, the spec of each tensor, and the boxes in each file. See
+`sharding_info.json` records the mesh, the spec of each tensor, and the boxes in each file. See
 ``docs/format.md``.
 """
 

@@ -1,20 +1,19 @@
 """Reads directories with one `torch.save` file per rank, as trainers and RL stacks write them.
 
-**Names.** The end of a file's name gives its family and rank: ``rank``, perhaps ``_`` or ``-``,
-a number, and ``.pt``, ``.pth`` or ``.bin``; ``world_size_W_`` may precede it. The rest in front
-is the family and must be empty or end in ``_``, ``-`` or ``.``. So ``model_world_size_4_rank_2.pt``
-(verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is rank 2 of the family without a
-name. The family ``model`` is read if there is one, else the only family; other families are
-listed among the extras. The path of a file stands for its family.
+**Names.** A name is ``FAMILY[world_size_W_]rank[_|-]N.(pt|pth|bin)``: file N of the W files of a
+family. ``FAMILY`` is empty or ends in ``_``, ``-`` or ``.``. So ``model_world_size_4_rank_2.pt``
+(verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is rank 2 of a family without a
+name. Of several families in a directory, ``model`` is read; the files of the others are listed as
+not read. To read another family, name any of its files.
 
-**Ranks.** All W files must exist. If names do not have W, it is one more than the largest rank in
-the names or in any mesh.
+**Ranks.** All W files must exist. If names do not have W, the number of ranks is one more than the
+largest rank in the names or in any mesh.
 
 **Tensors.** The part of a DTensor on a rank follows from the mesh, the placements and the shard
 order saved with it (FSDP2, tensor parallel, both (``_StridedShard``), HSDP, pending sums). Plain
-tensors must be whole and equal on all ranks. All ranks must agree on names, shapes, dtypes and
-placements, and every copy is kept for comparison. torch records in each mesh which rank saved it,
-so swapped files are detected; if only plain tensors were saved, their order does not matter.
+tensors must be complete and equal on all ranks. All ranks must agree on names, shapes, dtypes and
+placements. Copies on several ranks are compared. torch records in each mesh which rank saved it, so
+swapped files are detected; files of plain tensors alone are equal, so swapping does not matter.
 """
 
 import re

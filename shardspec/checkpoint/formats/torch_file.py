@@ -2,8 +2,8 @@
 
 Parts have an index, or numbered names as ``pytorch_model-00001-of-00002.bin``. The index,
 ``pytorch_model.bin.index.json``, follows the rules of ``model.safetensors.index.json``: every
-listed tensor must be in its file, and the reverse. A file with DTensors is the part of one rank. It
-is read alone only if the part is the full tensor, as on a mesh of one device.
+listed tensor must be in the listed file, and every tensor of a file must be listed. A file with
+DTensors has the shards of one rank. It is read alone only if a shard is the full tensor.
 """
 
 import re

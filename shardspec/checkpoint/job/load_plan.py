@@ -1,4 +1,4 @@
-"""Plans and executes resharding from checkpoint files, and writes transfers for other tools."""
+"""Plans resharding from checkpoint files to devices, runs such plans, and exports them as rows."""
 
 import io
 import json

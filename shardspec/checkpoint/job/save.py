@@ -1,7 +1,7 @@
-"""Saves checkpoints: each rank writes one file of shards, and the sharding info comes last.
+"""Saves checkpoints: each rank writes one file of shards; `sharding_info.json` is written last.
 
-A save has five steps: describe the state dict, compare replicas, claim the directory, write the
-files, publish the info. After each step all ranks continue or fail together.
+A save has five steps: describe the state dict, compare replicas, lock the directory, write the
+files, write `sharding_info.json`. After each step all ranks continue or fail together.
 """
 
 import errno

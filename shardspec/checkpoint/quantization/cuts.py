@@ -1,4 +1,4 @@
-"""Rejects casts and cuts that would corrupt quantized tensors, before anything is written."""
+"""Rejects casts and shardings that would corrupt quantized tensors, before anything is written."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache

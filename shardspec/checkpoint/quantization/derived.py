@@ -1,7 +1,7 @@
 """Computes tensors from other tensors while they are read, part by part.
 
-Readers treat them like stored tensors. Results are cached, since they are computed in larger parts
-than they are read.
+Readers treat computed tensors like stored ones. Results are cached, since a computed part is larger
+than a part that is read.
 """
 
 from abc import ABC, abstractmethod

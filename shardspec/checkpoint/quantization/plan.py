@@ -1,4 +1,4 @@
-"""Plans resharding that quantizes: on senders cut at block boundaries, else on receivers."""
+"""Plans resharding that quantizes: before sending if shards begin at block boundaries, else after."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

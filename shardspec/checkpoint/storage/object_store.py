@@ -6,8 +6,8 @@ is imported with the first URL.
 A request takes as long as transferring some megabytes. So nearby ranges are merged, and the next
 batch of ranges is requested while the current one is in use.
 
-Files of an output are uploaded as they are written. They appear when they are committed at the end,
-the listing last.
+Files of an output are uploaded as they are written, and appear when all are complete. The file that
+lists the others, such as an index, appears last.
 """
 
 import os

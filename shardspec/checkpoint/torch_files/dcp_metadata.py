@@ -1,6 +1,6 @@
-"""Reads the ``.metadata`` of torch's distributed checkpoints: chunks of tensors and their places.
+"""Reads the file ``.metadata`` of torch's distributed checkpoints, which locates chunks of tensors.
 
-It is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
+The file is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
 strategies/torch.py and resharding.py of megatron/core/dist_checkpointing.
 """
 

@@ -1,9 +1,9 @@
 """Reads DTensors from `torch.save` files: local tensor, global shape and placements.
 
-torch has changed twice how it stores the mesh of a DTensor: as a tensor of ids, as one layout over
-a list of ids, and as one such layout per axis. All three are read. Source: ``device_mesh.py``,
-``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. A `ValueError` here is
-reported as a call in the pickle with wrong arguments.
+torch has stored the mesh of a DTensor in three ways, and all are read: a tensor of ids, one layout
+over a list of ids, and one such layout per axis. Source: ``device_mesh.py``, ``_mesh_layout.py``
+and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. The unpickler reports a `ValueError` of
+these functions as a call with wrong arguments in the pickle.
 """
 
 import struct

@@ -2,8 +2,8 @@
 
 Nested dicts are flattened with dots, and lists that contain tensors with dots and numbers, so that
 ``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
-same flat name are refused. The rule is that of ``flatten_state_dict`` of
-torch/distributed/checkpoint/_nested_dict.py, which DCP applies when it saves.
+same flat name are refused. DCP flattens in the same way when it saves: ``flatten_state_dict`` in
+torch/distributed/checkpoint/_nested_dict.py.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Reads pickles without importing or calling anything that they name.
 
-One loop executes the instructions that checkpoints need and refuses others. A listed name is
-replaced by an inert class, which keeps its arguments or makes a plain value of them. No instruction
-can change these classes, or values made of checked arguments: they refuse a state. Names that are
-not listed are refused, or replaced by `Foreign` objects, which keep their arguments and items.
+One loop executes the instructions that checkpoints need and refuses others. A name on an allow-list
+is replaced by a class of ours that stores its arguments or makes a plain value of them. A pickle
+cannot change these classes and values. Other names are refused, or replaced by `Foreign` objects,
+which only store their arguments and items.
 Limits on bytes, instructions, nesting and keys bound memory and time. Lib/pickletools.py of CPython
 describes the instructions.
 """

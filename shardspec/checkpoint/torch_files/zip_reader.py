@@ -2,8 +2,8 @@
 
 Records are stored uncompressed and aligned by padding, so that a tensor's bytes can be read in
 place. `zipfile` reads the directory at the end. Compressed records, and records that share bytes or
-a name, are refused: torch never writes them. A record's own header only gives the start of its
-bytes. Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`` of torch.
+a name, are refused: torch never writes them. The header in front of a record is used only to find
+where the bytes start. Source: PKWARE's APPNOTE.TXT 6.3.10, and torch's inline_container.cc.
 """
 
 import io

@@ -1,6 +1,7 @@
-"""Stages: the boxes that a transport moves, their places in memory, and their waves.
+"""Describes what a transport moves at once: boxes, where they are in memory, and in which order.
 
-Only this module packs boxes into messages and unpacks them.
+A stage is split into waves, groups of messages that are in flight together. Only this module packs
+boxes into messages and unpacks them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

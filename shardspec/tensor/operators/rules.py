@@ -1,4 +1,4 @@
-"""Functions whose results on shards are known to be right, and the layouts for which they are.
+"""Lists of torch functions that give right results on shards, with the layouts they require.
 
 The lists were found by comparing each function with one process on the samples of torch's own
 tests. A function that is on no list is computed on gathered tensors.
