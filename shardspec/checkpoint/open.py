@@ -114,8 +114,8 @@ def open_checkpoints(
             raise CheckpointError(
                 f"{places[0].place}: ",
                 Argument(name),
-                f" was given, but a checkpoint of this format ({places[0].format.called}) needs "
-                "none: it says so itself; leave it out",
+                f" was given, but a checkpoint of this format ({places[0].format.called}) records "
+                "it; omit this argument",
             )
     return [_open(at, options) for at in places]
 
@@ -250,7 +250,7 @@ def _names(directory: StoragePath) -> list[str]:
 
 
 def _not_read(names: Sequence[str]) -> str | None:
-    """Return an error that names the unsupported format of files; None if they have none."""
+    """Return an error that names the format of files if it is known but unsupported; else None."""
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in names):
             return f"is of {kind}, which is not read; {remedy}"

@@ -118,7 +118,7 @@ def inspect_command(
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
-    """Return a summary of the tensors that match the pattern and are, say, ``uneven``."""
+    """Return a summary of the tensors that match `pattern` and `only`, such as ``uneven``."""
     names = summary.names
     if pattern is not None:
         names = tuple(name for name in names if fnmatchcase(name, pattern))
@@ -156,8 +156,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
     if summary.names and not holders:
         tensor = next(summary.outlines)
         raise CheckpointError(
-            f"tensor {tensor.name!r}: index {list(index)} does not lie in the shape "
-            f"{list(tensor.shape)}"
+            f"tensor {tensor.name!r}: index {list(index)} is outside shape {list(tensor.shape)}"
         )
     if as_json:
         records = [
@@ -295,7 +294,7 @@ def _tensors(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
-    """Return the rows of the table of tensors; those of layers that are alike in one."""
+    """Return the rows of the table of tensors; equal layers share a row."""
     # Most of 100,000 tensors share a layout.
     row_of_layout: dict[Layout | None, tuple[str, ...]] = {}
     cells: dict[str, tuple[str, ...]] = {}

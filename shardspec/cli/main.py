@@ -135,7 +135,7 @@ class _LazyGroup(CommandGroup):
 
 
 def option_text(part: TextPart) -> str:
-    """Return a part of an error message; an argument of the library as its option."""
+    """Return a part of an error message as text; an `Argument` as its command-line option."""
     if isinstance(part, str):
         return part
     option = part.name.replace("_", "-")

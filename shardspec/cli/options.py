@@ -175,7 +175,7 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
 
 def _local(text: str) -> Path:
     if "://" in text:
-        raise ValueError(f"{shown(text)}: this takes a path of this machine, and no URL; copy it")
+        raise ValueError(f"{shown(text)}: give a local path instead of a URL; copy the file first")
     return Path(text)
 
 
@@ -293,8 +293,8 @@ class ClusterOptions:
     ) -> list[tuple[DeviceMesh, CostModel]]:
         """Return the mesh, and other meshes on the same cluster, with the cost model of each.
 
-        A mesh with another number of axes than links are given for has those of the hosts that
-        follow from these. Raises `click.UsageError` if options contradict each other.
+        Links per axis imply which devices share a host. A mesh with another number of axes gets the
+        links of these hosts. Raises `click.UsageError` if options contradict each other.
         """
         if self.mesh is None:
             raise click.UsageError("Missing option '--mesh'")

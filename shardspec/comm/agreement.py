@@ -57,7 +57,7 @@ class Note(NamedTuple):
         return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
     def is_like(self, other: "Note") -> bool:
-        """Return True if two ranks are about to do the same."""
+        """Return True if two ranks are about to run the same conversion or gather."""
         return self[:2] == other[:2] and self.content == other.content
 
     def __str__(self) -> str:

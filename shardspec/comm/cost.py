@@ -94,8 +94,8 @@ class CostModel:
         for n, link in zip(self.mesh_shape, self.links, strict=True):
             if n % link.per_node:
                 raise MeshError(
-                    f"by link {shown(link.name)} {link.per_node} of an axis's devices are in a "
-                    f"node, but the axis has {n}; give a divisor as per_node"
+                    f"link {shown(link.name)} has per_node={link.per_node}, which does not divide "
+                    f"the {n} devices of its axis; give a divisor as per_node"
                 )
         copy_s = seconds(self.copy_s)
         if copy_s is None:
@@ -437,8 +437,8 @@ def models_on(
 ) -> dict[DeviceMesh, CostModel]:
     """Return the cost model of each mesh; all of them share one cluster.
 
-    `links` are those of all meshes; by default each has its own, and a mesh without links has those
-    of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+    If `links` are given, all meshes use them. Otherwise a mesh uses its own links, or without any,
+    those of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
 
     >>> meshes = DeviceMesh(range(8)), DeviceMesh(range(8, 16))
     >>> first, second = models_on(meshes, "h100-nvswitch").values()
@@ -500,7 +500,7 @@ def _models_of(
 def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
     """Return the model of a mesh on a cluster or a preset, by default on the assumed cluster.
 
-    If hosts of the assumed cluster cut the mesh unevenly, every axis joins hosts.
+    If an axis spans hosts of the assumed cluster unevenly, all axes get the link between hosts.
     """
     if isinstance(links, Cluster):
         return _of_cluster(mesh, links)
@@ -524,7 +524,7 @@ def _of_cluster(mesh: DeviceMesh, cluster: Cluster) -> CostModel:
     links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
     if links is None:
         raise MeshError(
-            f"hosts of {cluster.per_node} devices, by ids, cut an axis of mesh {mesh} unevenly "
+            f"hosts of {cluster.per_node} consecutive ids split an axis of mesh {mesh} unevenly "
             f"(ids {min(mesh.ids)} to {max(mesh.ids)}); choose another per_node, or other ids"
         )
     return CostModel(mesh.shape, links, mesh.link_model, copy_s=cluster.copy_s, cluster=cluster)

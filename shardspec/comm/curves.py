@@ -201,7 +201,7 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 
 
 def exchange_floor(curves: Iterable[Curve]) -> Line:
-    """Return the least start and seconds per received byte at which an exchange beats no curve.
+    """Return the (start, seconds per received byte) at which an exchange is cheaper than no curve.
 
     Curves of reductions do not count, since an exchange sends other bytes.
 
@@ -232,7 +232,7 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return the number of copies of its shard that a device makes in a collective.
+    """Return how many times a device copies its shard locally in a collective.
 
     >>> copies(AllGather(0, (0,)), 4), copies(AllGather(1, (0,)), 4)
     (0, 4)

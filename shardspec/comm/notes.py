@@ -240,7 +240,7 @@ class Notes:
     def moving(self, transport: Transport, peers: Iterable[int]) -> Iterator[None]:
         """Let errors quote other ranks; after an error this rank refuses conversions.
 
-        The next conversion would receive data that was sent for this one.
+        Otherwise the next conversion would receive data of this one.
         """
         try:
             yield

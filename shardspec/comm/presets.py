@@ -53,7 +53,7 @@ def link_preset(name: str) -> LinkPreset:
 def _preset(name: str) -> LinkPreset:
     if name not in preset_names():
         if Path(name).suffix:
-            raise MeshError(f"{name} is no file of links, in TOML; 'shardspec profile' writes one")
+            raise MeshError(f"{name} is not a TOML file of links; 'shardspec profile' writes one")
         known = first_of(preset_names(), 5)
         raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     return read_links(_FOLDER / f"{name}.toml")
@@ -181,6 +181,6 @@ def memory_copy_s(names: Sequence[str], *, required: bool = True) -> float:
         return 2 / (min(rates) * 1e9) if rates else 0.0
     having = ", ".join(name for name in preset_names() if link_preset(name).memory_gb_per_s)
     raise MeshError(
-        f"no memory rate is known of {', '.join(names)}, so local copies have no price; known of: "
-        f"{having}"
+        f"no memory rate is known for {', '.join(names)}, so local copies have no price; known "
+        f"for: {having}"
     )

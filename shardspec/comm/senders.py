@@ -42,7 +42,7 @@ class Copy(NamedTuple):
     """All holders of the box; only the sender once it is chosen."""
     receiver: int
     places: Sequence[int] = (0,)
-    """Numbers of the tensors."""
+    """Numbers of the tensors whose box is copied."""
     item_bytes: int = 1
     """Bytes of an element during the transfer."""
 

@@ -17,7 +17,7 @@ from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
-"""Numbered layers; stacked layers if they are uniform; numbered layers with stacked experts."""
+"""Ways to save layers: numbered; stacked if uniform; numbered with stacked experts."""
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -44,7 +44,7 @@ def chain_of(
 ) -> tuple[NameMap, ...]:
     """Return the maps of a model from one format to another, to be applied in turn.
 
-    `names` of the source, if given, save the first map when they have the usual spelling.
+    If `names`, those of the source, have the usual spelling, the first map is omitted.
     """
     for place in (source, target):
         refuse(model, place)
@@ -87,14 +87,14 @@ def spellings(model: Model, source: str) -> dict[str, list[str]]:
 
 
 def refuse(model: Model, place: str) -> None:
-    """Raise LayoutError if a family has no map to or from a place."""
+    """Raise LayoutError if a family has no map to or from a naming convention (`place`)."""
     key = "megatron" if place in _MEGATRON else place
     if key in model.family.refused:
         raise LayoutError(model.family.refused[key])
 
 
 def map_from_files(model: Model, place: str) -> NameMap:
-    """Return the map from the names of files to those of a place."""
+    """Return the map from the names of files to those of `place`, one of `PLACES`."""
     refuse(model, place)
     rules: list[tuple[Side, Side]] = []
     zeros: list[Side] = []
@@ -114,7 +114,7 @@ def map_from_files(model: Model, place: str) -> NameMap:
 
 
 def map_to_files(model: Model, place: str) -> NameMap:
-    """Return the map from the names of a place to those of files."""
+    """Return the map from the names of `place`, one of `PLACES`, to those of files."""
     reverse = map_from_files(model, place).reversed()
     # The tensor has the size of the padded vocabulary.
     sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
@@ -274,7 +274,7 @@ def _single(name: str) -> str:
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
-    """Yield the stored sides of a tensor of one spelling, that of `torch_dist` first."""
+    """Yield the names and views under which checkpoints store a tensor, `torch_dist`'s first."""
     every: list[Side] = []
     expert = _LOCAL_EXPERT.fullmatch(name)
     if expert is not None:

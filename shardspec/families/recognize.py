@@ -121,7 +121,7 @@ def recognize(
         first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
         raise LayoutError(
             f"{where}: no tensor has a name of the family {model.family.name!r}; the first names, "
-            f"{first}, are of {_users(strange[:1])}; give the config of that model"
+            f"{first}, belong to {_users(strange[:1])}; give the config of that model"
         )
     every = {*known.values()} | {spelling.plain(name, forms) for name in behind}
     by_form = names_by_form(every)
@@ -145,7 +145,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
     rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise LayoutError(
         f"{where}: a model of the family {model.family.name!r} with this config has no "
-        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, of "
+        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, which belongs to "
         f"{_users(strange)}; correct the config, or exclude such tensors with ",
         Argument("drop"),
     )
@@ -154,7 +154,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
 def _spelling(
     model: Model, format: str, samples: Mapping[str, str], forms: Collection[str]
 ) -> Spelling:
-    """Return the prefixes of names in a source; `samples` has one name of each form."""
+    """Return the prefixes of names in a source; `samples` has one name per name without numbers."""
     prefix = model.family.prefix["hf"]
     nested = format != "megatron" and prefix.count(".") > 2
     base = prefix[: prefix.index(".") + 1] if nested else ""

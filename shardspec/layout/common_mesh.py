@@ -50,7 +50,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
 
 
 def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> Layout:
-    """Return a layout on the mesh of the finer axes."""
+    """Return a layout rewritten for the common mesh, whose axes are finer."""
     dims = {}
     for dim, cut in enumerate(layout.spec.dim_specs):
         if axes := _finer(cut, layout.mesh, fine):

@@ -167,7 +167,7 @@ def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCe
 def _check_devices(mesh: DeviceMesh) -> None:
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"an exchange is among {mesh.size():,} devices; exchanges are planned for up to "
+            f"an exchange would join {mesh.size():,} devices; exchanges are planned for up to "
             f"{_MAX_DEVICES:,}"
         )
 

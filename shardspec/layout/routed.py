@@ -160,11 +160,11 @@ class _Dim:
         self._sums: dict[int, tuple[Floats, Floats]] = {}
 
     def sums(self, varying: int) -> tuple[Floats, Floats]:
-        """Return the overlaps of a device with those that differ from it only on axes in `varying`.
+        """Return sum and number of overlaps with other devices, each (lists, lists, rows).
 
-        Both arrays are (lists, lists, rows): the total overlap of those devices' parts under the
-        first list with the row device's own part under the second, and the number of non-empty
-        overlaps. `varying` has one bit per axis.
+        An overlap is that of the row device's part under the second list and another device's part
+        under the first. The others differ from the row device only on axes in `varying`, which has
+        one bit per axis.
         """
         # A dict, as a cache of a bound method would keep these arrays alive.
         if varying in self._sums:

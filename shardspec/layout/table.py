@@ -186,7 +186,7 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
 def _along_paths(prices: Prices, tensor: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Return seconds, received bytes and peak bytes of a cheapest path between all states.
 
-    If dims divide evenly, the search starts from only one spec of each orbit.
+    If dims divide evenly, only one of the specs with equal prices is a start of the search.
     """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)

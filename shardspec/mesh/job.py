@@ -258,7 +258,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
 
 
 def _grid(mesh: _Mesh) -> object:
-    """Return the properties in which a mesh equals torch's."""
+    """Return the properties that a mesh and its torch mesh have in common."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -271,9 +271,8 @@ def check_ascending(mesh: _Mesh) -> None:
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
-                f"mesh {mesh} has the ids {members} along an axis, but torch numbers ranks upwards "
-                "and mixes up such shards; redistribute(spec, device_mesh=) to a mesh of ascending "
-                "ids"
+                f"mesh {mesh} has the ids {members} along an axis, but torch sorts ranks and would "
+                "mix up such shards; redistribute(spec, device_mesh=) to a mesh of ascending ids"
             )
 
 

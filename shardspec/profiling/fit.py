@@ -81,7 +81,7 @@ def fit_curve(
     accepts: Callable[[Curve], bool] = lambda _: True,
     nodes: int = 1,
 ) -> Curve:
-    """Return the best curve for which `accepts` is True; the best of all if there is none."""
+    """Return the nearest curve that `accepts` returns True for; without one, the nearest of all."""
     sizes = int(times[0][0]), int(times[-1][0])
     candidates = (lines for _, lines in candidate_lines(times))
     near = [Curve(kind, devices, lines, sizes, nodes) for lines in candidates]
@@ -160,7 +160,7 @@ def fitted_links(
         links.append(link if curves else None)
     inside, joining = links
     if inside is None or not any(curve.kind in KINDS for curve in inside.curves):
-        raise ProfileError("no times are of a collective inside one host; measure one")
+        raise ProfileError("no measured collective is inside one host; measure one")
     room = max(run.devices // run.nodes for run in runs) if joining or between else None
     today = datetime.now(UTC).date().isoformat()
     return LinkPreset(name, inside, joining or between, room, source=source, read_on=today)
@@ -220,8 +220,8 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     text = read_input_file(path, _MOST_BYTES).decode("utf-8", "replace")
     named = _TEST.search(text) or _TEST.search(path.name)
     if named is None or named[1] not in _KINDS:
-        tested = f"of {named[1]}_perf" if named else "of no collective"
-        raise ProfileError(f"{path}: is a log {tested}; known: {', '.join(_KINDS)} of nccl-tests")
+        tested = f"of {named[1]}_perf" if named else "without a known collective"
+        raise ProfileError(f"{path}: is a log {tested}; give one of {', '.join(_KINDS)}")
     hosts = _RANK.findall(text)
     count = nodes or len(set(hosts))
     if not hosts or len(hosts) % count:
@@ -245,7 +245,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     times.pop(0, None)
     if len(times) < 2:
         raise ProfileError(
-            f"{path}: has {len(times)} times out of place; give a log with two sizes or more"
+            f"{path}: has {len(times)} out-of-place times; give a log with two sizes or more"
         )
     return Log(Timing(_KINDS[named[1]], len(hosts), count, times), next(iter(versions), None))
 

@@ -40,7 +40,7 @@ def read_map(text: str) -> dict[str, Any]:
     if not isinstance(sizes, dict) or not all(
         isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
     ):
-        raise LayoutError("[sizes] holds numbers, or expressions as text")
+        raise LayoutError("[sizes] has numbers, or expressions as text")
     types = fields.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
@@ -65,7 +65,7 @@ def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, o
 
 
 def _side(table: _Table, end: str) -> Side:
-    """Return the source or the target of a table."""
+    """Return one side of a table of a map: `end` is ``source`` or ``target``."""
     value = table.get(end)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -168,7 +168,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         raise LayoutError(
-            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
+            f"the size {error.args[1][0]!r} depends on itself; give a number"
         ) from None
     for name in order:
         text = sizes.get(name)

@@ -77,7 +77,7 @@ def transfer_rows(
     strides: Declared | None = None,
     files: Mapping[str, Sequence[FileRegion]] | None = None,
 ) -> Rows:
-    """Return what a device receives or sends; see `ReshardPlan.transfers`.
+    """Return the rows that a device receives or sends; see `ReshardPlan.transfers`.
 
     `files` has, by name, the place of each tensor whose source is a checkpoint.
     """
@@ -103,7 +103,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
             f"device {shown(device)} is not in the plan, whose devices are {id_list(plan.devices)}"
         )
     if plan.devices[-1] >= 2**32:
-        raise LayoutError(f"device {plan.devices[-1]} has an id that rows of 32 bits cannot hold")
+        raise LayoutError(f"device id {plan.devices[-1]} does not fit the 32 bits of a row")
     for move in plan.moves:
         if move.source.dtype != move.target.dtype:
             raise LayoutError(
@@ -130,7 +130,7 @@ class _Places:
         self._moves, self._files = plan.moves, files
         self._declared = {side: declared.get(side, {}) for side in ("source", "target")}
         if plan.files and self._declared["source"]:
-            raise LayoutError("strides= is for shards; those of the source are as its files say")
+            raise LayoutError("strides= is for shards; the strides of files are known")
         if unknown := declared.keys() - self._declared.keys():
             raise LayoutError(
                 f"strides= has {shown(sorted(unknown)[0])}; give 'source' and 'target', and in "
@@ -140,7 +140,7 @@ class _Places:
             names = {_name(move, side) for move in plan.moves}
             if others := self._declared[side].keys() - names:
                 raise LayoutError(
-                    f"strides= declares {shown(sorted(others)[0])}, which no {side} of the plan is"
+                    f"strides= declares {shown(sorted(others)[0])}, which is no {side} of the plan"
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:

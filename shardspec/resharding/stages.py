@@ -113,7 +113,7 @@ def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
 
 
 def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
-    """Return the meshes of devices; with `stored`, those whose ids are numbers of files."""
+    """Return the meshes of sources and targets: of devices, or with `stored`, of numbered files."""
     layouts = {layout for move in moves for layout in (move.source, move.target)}
     return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
 
@@ -137,7 +137,7 @@ class StateCopies:
     padded: tuple[str, ...]
     dropped: tuple[str, ...]
     digest: str
-    """The five fields above are those of the `ReshardPlan`."""
+    """Hash of the plan. This field and the four above it are those of the `ReshardPlan`."""
     devices: tuple[int, ...]
     """Ids of all devices and files, ascending."""
     files: frozenset[int]

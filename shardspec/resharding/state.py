@@ -94,8 +94,8 @@ def named_leaves(state: Mapping[str, object]) -> Iterator[tuple[str, KeyPath, ob
         name = dotted_name(path)
         if paths.setdefault(name, path) is not path:
             raise LayoutError(
-                f"two values of the state dict would both be named {shown(name)}: that at "
-                f"{keys_text(paths[name])} and that at {keys_text(path)}; rename a key"
+                f"two values of the state dict would both be named {shown(name)}: the ones at "
+                f"{keys_text(paths[name])} and {keys_text(path)}; rename a key"
             )
         yield name, path, value
 
@@ -191,7 +191,7 @@ def required_layout(name: str, value: object) -> Layout:
     layout = stated_layout(name, value)
     if layout is None:
         raise LayoutError(
-            f"{name!r} is a {type(value).__name__}, which says no mesh; give a Layout, or a "
+            f"{name!r} is a {type(value).__name__}, which has no mesh; give a Layout, or a "
             "DTensor of shardspec or of torch, as distribute_tensor makes it"
         )
     return layout

@@ -126,8 +126,8 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
         if not matching:
             first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "nothing: it is empty"
             raise LayoutError(
-                f"nothing matches the pattern {shown(pattern)} of what is dropped; the names "
-                f"start with {first}"
+                f"no tensor to drop matches the pattern {shown(pattern)}; the names start with "
+                f"{first}"
             )
         dropped |= matching
     return dropped
@@ -231,8 +231,8 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
     cells = [len(each) - 1 for each in edges]
     if prod(cells) > _MAX_CELLS:
         raise LayoutError(
-            f"{len(sides):,} equations cut a tensor of {list(shape)} too finely to be checked; cut "
-            "it into fewer and larger parts"
+            f"{len(sides):,} equations split a tensor of {list(shape)} into too many parts to "
+            "check; use fewer and larger parts"
         )
     counts = np.zeros(cells, np.uint32)
     for side in intervals:
@@ -268,7 +268,7 @@ def _intervals(factors: Sequence[Factor]) -> _Ints:
             starts, stops = np.array([first]), np.array([first + factor.length * width])
         elif factor.length * len(starts) > _MAX_CELLS:
             raise LayoutError(
-                "an equation cuts a dim too finely to be checked; cut it into larger parts"
+                "an equation splits a dim into too many parts to check; use larger parts"
             )
         else:
             steps = first + np.arange(factor.length) * width

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
 _SHOWN_ELEMENTS: Final = 1000
-"""As torch: a larger tensor is shown by a shard."""
+"""Maximum elements printed, as in torch; of a larger tensor a shard is printed."""
 
 
 class DTensor(Differentiable):

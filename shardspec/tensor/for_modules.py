@@ -66,5 +66,5 @@ def stand_ins() -> Iterator[None]:
 
 
 def stand_ins_are_wanted() -> bool:
-    """Return whether a ``partition_fn`` is running."""
+    """Return True if a ``partition_fn`` is running."""
     return _IN_PARTITION.get()

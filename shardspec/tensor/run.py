@@ -159,7 +159,7 @@ def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor
 
 @lru_cache(maxsize=4096)
 def _same_boxes(before: Layout, after: Layout) -> bool:
-    """Return whether every device holds the same box, so that nothing moves."""
+    """Return True if every device keeps its box, so that nothing moves."""
     return before.boxes() == after.boxes()
 
 

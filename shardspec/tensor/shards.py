@@ -143,7 +143,7 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
 
 
 def is_torch_dtensor(value: object) -> "TypeGuard[TorchDTensor]":
-    """Return whether this is a DTensor of torch; where that was never imported there is none.
+    """Return True for a DTensor of torch; False if torch's DTensor was never imported.
 
     Importing it takes as long as the rest of torch.
     """

@@ -167,15 +167,15 @@ def test_parts_of_a_changed_tensor_are_read_in_any_order(place):
 def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
     one, two, three = chain(place)
     wrong = [
-        ([one, three], "makes version 3 of 2, but .* makes 1"),
-        ([two, one], "makes version 1 of 0, but .* makes 2"),
-        ([one, one], "makes version 1 of 0"),
+        ([one, three], "from version 2 to 3, but .* version 1"),
+        ([two, one], "from version 0 to 1, but .* version 2"),
+        ([one, one], "from version 0 to 1"),
         ([place / "v0"], "cannot be read|no such"),
     ]
     delta(place / "v1", place / "v0", tmp_path / "back", version=0, base_version=1)
     wrong.append(([one, tmp_path / "back"], "version 0, which the base is already"))
     delta(place / "v2", place / "v3", tmp_path / "other", version=2, base_version=1)
-    wrong.append(([one, tmp_path / "other"], "was made of a checkpoint with digest"))
+    wrong.append(([one, tmp_path / "other"], "starts from a checkpoint with digest"))
     for deltas, problem in wrong:
         with pytest.raises(CheckpointError, match=problem):
             apply_delta(place / "v0", deltas, tmp_path / "out")
@@ -190,7 +190,7 @@ def test_another_base_is_refused_also_where_nothing_changed(place, tmp_path, nam
     other[name].view(-1)[1] += 1
     save_sharded(other, tmp_path / "other")
     for kind in ("xor-adler32", "overwrite-xxh3-128"):
-        with pytest.raises(CheckpointError, match=r"another one, or a file is damaged|has digest"):
+        with pytest.raises(CheckpointError, match=r"or a file is damaged|the digest is"):
             apply_delta(tmp_path / "other", chain(place, 1, kind), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -301,7 +301,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": frame(bytes(1 << 30))}}, "1073741824 bytes"),
         (
             {"entries": {"a": frame(bytes(24000), write_content_size=False)}},
-            "no content size",
+            "does not record its size",
         ),
         ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),

@@ -98,7 +98,7 @@ def test_a_file_that_no_checkpoint_owns_is_named_and_nothing_is_replaced(ckpt, t
         place = out / stranger
         place.parent.mkdir(exist_ok=True)
         place.write_text(text)
-        refused(ckpt, out, "one", f"holds '{stranger}', which no checkpoint there owns")
+        refused(ckpt, out, "one", f"holds '{stranger}', not part of a checkpoint")
         place.unlink()
     (out / "data").rmdir()
     (out / "more").symlink_to(tmp_path)
@@ -115,7 +115,7 @@ def test_where_there_is_no_checkpoint_only_what_is_written_anew_is_replaced(ckpt
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    refused(ckpt, out, "one", "holds 'config.json', which no checkpoint there owns")
+    refused(ckpt, out, "one", "contains 'config.json', not part of a checkpoint")
     (out / "config.json").rename(out / "model.safetensors")
     write(ckpt, out, "one", overwrite=True)
     assert_same(read_whole(out), STATE)
@@ -143,7 +143,7 @@ def test_what_is_left_of_a_damaged_checkpoint_is_replaced(ckpt, tmp_path, names,
     for left in names:
         (out / left).write_bytes(b"{}")
     (out / "notes.md").write_text("mine")
-    refused(ckpt, out, name, "holds 'notes.md', which")
+    refused(ckpt, out, name, "contains 'notes.md', which")
     (out / "notes.md").unlink()
     write(ckpt, out, name, overwrite=True)
     assert_same(read_whole(out), STATE)
@@ -178,7 +178,7 @@ def test_what_a_list_of_files_names_is_not_removed_for_that(ckpt, tmp_path):
 def test_a_file_that_appears_while_a_merge_runs_is_not_lost(ckpt, tmp_path):
     out = tmp_path / "out"
     write(ckpt, out, "one")
-    with pytest.raises(CheckpointError, match=r"'late.txt' was put there meanwhile"):
+    with pytest.raises(CheckpointError, match=r"'late.txt' was put there during this run"):
         write(
             ckpt,
             out,

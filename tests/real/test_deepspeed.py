@@ -244,7 +244,7 @@ STAGE3 = "zero_pp_rank_2_mp_rank_00_model_states.pt"
         ("zero3", copy(optimizer(1), optimizer(2)), "copy of the other"),
         ("zero2", copy(optimizer(1), optimizer(2)), "copy of the other"),
         ("zero2", copy(optimizer(1), optimizer(4)), "of 5 ranks; move those of another save away"),
-        ("zero2", copy(optimizer(1), optimizer(1)[5:]), "optim_states.pt is not of the save"),
+        ("zero2", copy(optimizer(1), optimizer(1)[5:]), "optim_states.pt is of another save"),
         ("zero2", copy(optimizer(1), "layer_3_expert_0_mp_rank_00_model_states.pt"), "put the w"),
         ("zero2", copy("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "ds_to_uni"),
         ("zero2", copy("mp_rank_00_model_states.pt", STAGE3), "move it away"),

@@ -52,7 +52,7 @@ def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Check the part of the tensor in `prefix`, which all boxes of `met` cover."""
+        """Check one slice: the first dims are in `prefix`, and all boxes of `met` cover these."""
         dim = len(prefix)
         if not met or dim == len(shape):
             rest = ((0, size) for size in shape[dim:])
@@ -81,7 +81,7 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
 
     >>> check_tiling(Outline("w", (4,), "int8", None, (), ()))
     Traceback (most recent call last):
-    shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file holds its part [0:4]; \
+    shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file contains box [0:4]; \
 restore the missing file or save again
     """
     same: dict[ReplicaKey, list[AnyBox]] = {}
@@ -118,8 +118,8 @@ restore the missing file or save again
             )
         one_box, other_box = (text(group[place]) for place in places[:2])
         raise CheckpointError(
-            f"tensor {tensor.name!r}: {one_box} and {other_box} overlap in part, which no layout "
-            "gives; the checkpoint contradicts itself"
+            f"tensor {tensor.name!r}: {one_box} and {other_box} partially overlap; the checkpoint "
+            "is inconsistent, save it again"
         )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
@@ -244,7 +244,7 @@ def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counte
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
     made: dict[int, Mapping[StoragePath, int]] = {}
-    """Reads by id: codes and scales are computed from the same bytes, which count once."""
+    """Reads by id. Codes and scales that are computed from the same bytes share one entry."""
     for key, elements in counts.items():
         for (path, computed), size in elements.items():
             if computed is None:

@@ -58,7 +58,7 @@ class Difference:
     """Ranks whose boxes contain that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
     one_side: bool = False
-    """True if only one of the checkpoints has it."""
+    """True if only one of the checkpoints has this tensor or value."""
     extent: "DiffExtent | None" = None
     """Size of the difference; None if shapes, dtypes or names differ."""
 
@@ -129,7 +129,7 @@ def diff_checkpoints(
     rtol: float = 0.0,
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
-    """Yield every tensor that differs, by name; the first checkpoint is selected as by `merge`.
+    """Yield every tensor that differs, by name; options as in `merge` select tensors of `a`.
 
     Then yield the plain values and pickled objects that differ, if both formats store such
     entries. Pickled objects are compared without running them.
@@ -194,13 +194,13 @@ def values_to_compare(
 
 
 def _kept(*sources: Catalog) -> set[str]:
-    """Return the `Format.keeps` of checkpoints."""
+    """Return `Format.keeps` of the format of each checkpoint."""
     formats = (format_called(source.format) for source in sources)
     return {"values" if format is None else format.keeps for format in formats}
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries by dotted name, as nesting depends on the format; skip other files."""
+    """Return entries by dotted name, as nesting depends on the format; skip files outside."""
     return {
         dotted_name(path): leaf
         for name, value in values.items()

@@ -113,7 +113,7 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield one box of each range of a file that has a digest or a box, and the range."""
+    """Yield (box, range) for each range of a file with a tensor's box, or with its digest."""
     seen = set()
     for stored in tensor.boxes:
         digest = stored.digest

@@ -78,7 +78,7 @@ _Spans: TypeAlias = dict[int, tuple[int, int]]
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
-    """Yield bytes of a file piece by piece, with positions; each is valid until the next."""
+    """Yield (position, bytes) of pieces of a file; bytes are valid until the next piece."""
     room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
     end = stretch.start + stretch.num_bytes
     for at in range(stretch.start, end, BLOCK_BYTES):
@@ -544,7 +544,7 @@ class Output:
                 raise
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Run one task."""
+        """Copy the extents of one task into their files."""
         if self.whole_files:
             ((whole, _), *_) = task
             self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
@@ -610,8 +610,8 @@ class Output:
         data, losses = cast(block, dtype, new)
         if self.strict_cast and losses:
             raise CheckpointError(
-                f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
-                "dtype, or leave out ",
+                f"tensor {name!r}: the cast would change values: {losses}; choose another dtype, "
+                "or omit ",
                 Argument("strict_cast", value=True),
             )
         with self._lock:

@@ -38,7 +38,7 @@ def layouts_by_rules(
         if spec.partials:
             raise LayoutError(
                 f"tensor {tensor.name!r}: spec {spec} has pending reductions, but written and "
-                "loaded tensors have none; leave them out"
+                "loaded tensors have none; remove them from the spec"
             )
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
@@ -65,8 +65,8 @@ def layouts_like(
     def spec_of(tensor: OutputTensor) -> ShardingSpec:
         if tensor.name not in names:
             raise CheckpointError(
-                f"{other.directory}: has no tensor {tensor.name!r} to shard like; rename it, "
-                "exclude it, or give ",
+                f"{other.directory}: has no tensor {tensor.name!r} with a spec to use; rename the "
+                "tensor, exclude it, or give ",
                 *_MESH_AND_RULES,
             )
         spec = other.outline(tensor.name).spec
@@ -85,7 +85,7 @@ def layouts_like(
 def layouts_given(
     given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of explicit layouts, and those of the tensors without pending reductions."""
+    """Return the common mesh of explicit layouts, and the layouts without pending reductions."""
     layouts = {}
     for tensor in wanted:
         layout = given.get(tensor.name)

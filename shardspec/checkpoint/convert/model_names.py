@@ -90,7 +90,7 @@ class ModelNames(CatalogNaming):
         """Return the maps from the tensors of a source to these names."""
         if self.fill_from is not None:
             raise LayoutError(
-                "only checkpoints in files can be filled in from another; leave out ",
+                "a state dict in memory cannot be filled in from a checkpoint; omit ",
                 Argument("fill_from"),
             )
         with _about_input():
@@ -100,7 +100,7 @@ class ModelNames(CatalogNaming):
                 if rows.stop != stated:
                     raise LayoutError(
                         f"{where}: {shown(name)} has {rows.stop} rows, and the config says "
-                        f'vocab_size={rows.start}; state "padded_vocab": {rows.stop} in it'
+                        f'vocab_size={rows.start}; add "padded_vocab": {rows.stop} to it'
                     )
         return way.maps if way.renamed is None else (way.renamed, *way.maps)
 
@@ -384,8 +384,8 @@ def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
     why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
-            f"{source.directory}: {shown(name)} is quantized ({why[name]}), and the names of a "
-            "model are for its 16- or 32-bit weights; dequantize them on the way with ",
+            f"{source.directory}: {shown(name)} is quantized ({why[name]}), but only 16- and "
+            "32-bit weights can be mapped to other names; dequantize in the same run with ",
             Argument("dtype", value="bf16"),
         )
 
@@ -443,5 +443,5 @@ def load_map(
     if former is None or Path(path).exists():
         return NameMap.load(path).with_sizes(config or {})
     if config is None:
-        raise LayoutError(f"the map {path} has gone; give model_names(config, {former[1]!r})")
+        raise LayoutError(f"the map {path} was removed; give model_names(config, {former[1]!r})")
     return model_names(config, "fused" if former[1] == "fused" else "megatron")

@@ -483,7 +483,7 @@ def prepared_output(
 ) -> Prepared:
     """Return an output that is planned and checked; `save` is the random id of this save."""
     if options.threads < 1:
-        raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
+        raise CheckpointError(f"threads is {options.threads}; give at least 1")
     format = _format(output, options)
     source, target = _laid_out(checkpoint, output, options, format, save)
     destination = check_destination(output, source, target, options.overwrite)
@@ -543,7 +543,7 @@ def _opened(
         raise CheckpointError("there is no checkpoint to write; name one, or several to sum")
     if options.lora is not None and (len(sources) > 1 or options.weights is not None):
         raise CheckpointError(
-            "an adapter is merged into one checkpoint; sum first, then merge with ",
+            "an adapter can only be merged into one checkpoint; sum first, then merge with ",
             Argument("lora"),
         )
     sums = len(sources) > 1 or options.weights is not None or bool(options.take_first)
@@ -627,16 +627,16 @@ def _laid_out(
         target = target._replace(sharding=chosen)
     if options.quantize is not None and not (target.directory and options.sidecars):
         raise CheckpointError(
-            f"{output}: without a config.json nothing records the blocks of {options.quantize}; "
-            "name a directory, such as model/, and copy the files beside the weights"
+            f"{output}: {options.quantize} needs a config.json to record its block size; name a "
+            "directory, such as model/, and copy the non-weight files"
         )
     if options.sidecars:
         dtype = None if choice.dtype is None else dtype_name(choice.dtype)
         target = add_sidecars(source, target, format.sidecars, dtype)
     if not output.nests and any("/" in file.name for file in target.files):
         raise CheckpointError(
-            f"{output}: the format {format.name!r} has files in directories, which are not written "
-            "into a store; write to a directory here, and copy that"
+            f"{output}: the format {format.name!r} has subdirectories, which cannot be written to "
+            "an object store; write to a local directory, and copy it"
         )
     return source, target
 
@@ -720,8 +720,8 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
             some = ", ".join(shown(name) for name in strangers[:_SHOWN])
             more = " and more" if len(strangers) > _SHOWN else ""
             raise CheckpointError(
-                f"{path}: holds {some}{more}, which no checkpoint there owns; move that, or choose "
-                "another directory"
+                f"{path}: contains {some}{more}, not part of a checkpoint; move that away, or "
+                "choose another directory"
             )
         return frozenset(path.names_below())
 
@@ -780,7 +780,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return layouts, by those of the codes, for scales without a rule of their own."""
+    """Return layouts for scales that no rule matches: each is sharded like its codes."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}

@@ -97,7 +97,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     Raises CheckpointError if a pattern matches nothing, or no tensor is selected.
     """
     if choice.include is not None and not choice.include:
-        raise CheckpointError("include is empty; leave it out to include everything")
+        raise CheckpointError("include is empty; omit it to include everything")
     everything = (*source.names, *source.extras)
     patterns = (choice.include or (), choice.exclude, choice.drop)
     for pattern in chain.from_iterable(map(_patterns, patterns)):
@@ -119,9 +119,9 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if tensors are dropped without a map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} cannot be dropped without a map (",
+            f"{shown(choice.drop)} can only be dropped with a map of names (",
             Argument("drop"),
-            "); exclude it",
+            "); exclude it instead",
         )
 
 
@@ -200,10 +200,11 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
     for name, new in renamed.items():
         if old.setdefault(new, name) != name:
             raise CheckpointError(
-                f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
+                f"tensors {old[new]!r} and {name!r} would both be named {new!r}; give them "
+                "different names"
             )
         if name and not new:
-            raise CheckpointError(f"tensor {name!r} would get an empty name; rename it otherwise")
+            raise CheckpointError(f"tensor {name!r} would get an empty name; choose another name")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
 
 
@@ -231,8 +232,8 @@ def carried_values(
     for name, new in names.items():
         if new in old:
             raise CheckpointError(
-                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename them "
-                "apart"
+                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; give them "
+                "different names"
             )
     old |= {new: name for name, new in names.items()}
     unchanged = {name for name, source_name in old.items() if name == source_name}
@@ -243,9 +244,9 @@ def carried_values(
 def check_dropped(
     source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
 ) -> None:
-    """Raise CheckpointError if selected entries would be lost: no tensors, and not `carried`.
+    """Raise CheckpointError if a selected entry that is not a tensor is not in `carried`.
 
-    With `drop` they may be lost. With None, only entries without tensors may be lost.
+    With `drop` such entries may be lost. With None, only those without tensors may be lost.
     """
     lost = {
         name: parts
@@ -262,15 +263,15 @@ def check_dropped(
     more = f" (and {rest})" if len(lost) > 1 else ""
     if drop is None:
         raise CheckpointError(
-            f"{source.directory}: {name!r}{more} may be, or have in it, tensors that cannot be "
-            f"written: {_text_of(lost[name])}; leave it out with ",
+            f"{source.directory}: {name!r}{more} may contain tensors that cannot be written: "
+            f"{_text_of(lost[name])}; omit it with ",
             Argument("exclude"),
         )
     raise CheckpointError(
-        f"{source.directory}: {name!r}{more} would be lost, since the output has no place for it: "
-        f"{_text_of(lost[name])}; leave out what is lost with ",
+        f"{source.directory}: {name!r}{more} would be lost, since the output format cannot store "
+        f"it: {_text_of(lost[name])}; drop all such values with ",
         Argument("drop_values", value=True),
-        ", or name it in ",
+        ", or this one with ",
         Argument("exclude"),
     )
 
@@ -320,8 +321,8 @@ def mapped(
     """Return a checkpoint with a map applied, or unchanged without a map.
 
     The map need not use tensors that `choice` excludes or that are `dropped`. Raises LayoutError
-    if it lacks a source, does not use a tensor, is for another model type, or mixes dtypes, or if
-    a tensor has a pending reduction.
+    if the map names or skips a tensor wrongly, is for another model type, or mixes dtypes, or if a
+    tensor has a pending reduction.
     """
     if names is None:
         return source
@@ -426,8 +427,8 @@ class MappedCatalog(DerivedCatalog):
             dtype = self._dtypes.setdefault(equation.target, outline.dtype)
             if dtype != outline.dtype:
                 raise LayoutError(
-                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, that of "
-                    f"{equation.source!r}; cast one of them first"
+                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, which "
+                    f"is {equation.source!r}; cast one of them first"
                 )
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)

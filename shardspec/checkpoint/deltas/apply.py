@@ -54,7 +54,7 @@ def read_delta(place: StoragePath) -> _Delta:
     for key, read in (("delta_encoding", ("xor", "overwrite")), ("compression_format", ("zstd",))):
         if about.get(key) not in read:
             raise CheckpointError(
-                f"{index}: has {key} {shown(about.get(key))}, but {' and '.join(read)} is read"
+                f"{index}: has {key} {shown(about.get(key))}, not {' or '.join(read)}"
             )
     version, base = (_version(about.get(key), index) for key in ("version", "base_version"))
     checksum = checked(about.get("checksum_format"), str, index, "checksum_format")
@@ -110,7 +110,7 @@ def _text(stated: object) -> str | None:
 def _version(stated: object, index: StoragePath) -> str:
     """Return a version as text; a number loses its leading zeros."""
     if not isinstance(stated, str | int) or isinstance(stated, bool):
-        raise CheckpointError(f"{index}: has no version and base_version; publish it again")
+        raise CheckpointError(f"{index}: has no version and base_version; make the delta again")
     return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
 
 
@@ -120,27 +120,27 @@ def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
     Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
     if isinstance(deltas, str | PurePath):
-        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of them, in order")
+        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of paths, in order")
     chain = [read_delta(storage_path(place)) for place in deltas]
     if not chain:
         return base
     for before, after in pairwise(chain):
         if after.base_version != before.version:
             raise CheckpointError(
-                f"{after.place}: makes version {after.version} of {after.base_version}, but "
-                f"{before.place} before it makes {before.version}; name all deltas in order"
+                f"{after.place}: goes from version {after.base_version} to {after.version}, but "
+                f"{before.place} before it to version {before.version}; list all in order"
             )
         if None not in (after.base_digest, before.digest) and after.base_digest != before.digest:
             raise CheckpointError(
-                f"{after.place}: was made of a checkpoint with digest {after.base_digest}, but "
-                f"{before.place} makes one with {before.digest}; they are of different runs"
+                f"{after.place}: starts from a checkpoint with digest {after.base_digest}, but "
+                f"{before.place} ends at {before.digest}; they are of different runs"
             )
     made_by = {chain[0].base_version: "the base"}
     for change in chain:
         if change.version in made_by:
             raise CheckpointError(
-                f"{change.place}: makes version {change.version}, which "
-                f"{made_by[change.version]} is already; name each delta once"
+                f"{change.place}: ends at version {change.version}, as {made_by[change.version]} "
+                "does; list each delta once"
             )
         made_by[change.version] = str(change.place)
     patches: dict[str, tuple[Patch, ...]] = {}
@@ -154,8 +154,8 @@ def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
             outline = base.outline(name)
             if outline.pending:
                 raise CheckpointError(
-                    f"tensor {name!r} of {base.directory} has a reduction pending, so that no "
-                    "delta can be for it; merge the checkpoint first"
+                    f"tensor {name!r} of {base.directory} has a reduction pending, so deltas "
+                    "cannot change it; merge the checkpoint first"
                 )
             check_fits(name, patch, outline.num_bytes)
             patches[name] = (*patches.get(name, ()), patch)
@@ -214,8 +214,8 @@ class DeltaCatalog(ComputedCatalog):
             every[name] = TensorDigest(outline.dtype, outline.shape)
         if (value := Digests(every).value) != last.digest:
             raise CheckpointError(
-                f"{self.directory}: with the deltas it has digest {value}, but {last.place} "
-                f"makes {last.digest}; name the checkpoint of version {self._chain[0].base_version}"
+                f"{self.directory}: with deltas, the digest is {value}, but {last.place} has "
+                f"{last.digest}; name the checkpoint of version {self._chain[0].base_version}"
             )
 
 

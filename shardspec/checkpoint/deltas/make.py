@@ -140,7 +140,7 @@ def delta(
         raise CheckpointError(f"there is no encoding {encoding!r}; choose xor or overwrite")
     if path.whole_files:
         raise CheckpointError(
-            f"{path}: deltas are written to a disk; copy the directory from there"
+            f"{path}: a delta cannot be written to an object store; write it to a disk, and copy it"
         )
     new_hash(checksum, path)
     extra("zstandard")

@@ -153,7 +153,7 @@ class Format:
     limits_files: bool = False
     """True if `lay_out` uses `Wanted.max_shard_bytes`."""
     stacks_layers: bool = False
-    """True if Megatron-core saves in it, with one tensor per weight of all layers."""
+    """True if Megatron-core saves in this format, with one tensor per weight of all layers."""
     instead: str = ""
     """Format to write instead, if this one is only read."""
     reads_file: Callable[[FileStart], bool] = never
@@ -190,7 +190,7 @@ class Format:
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
-        """Return the directory of the checkpoint with this file; None if the file is one itself."""
+        """Return the directory of the checkpoint with this file; None if a file is a checkpoint."""
         if self.part_of is not None:
             return self.part_of(path)
         is_part = self.reads_file is never and self.recognizes((path.name,))
@@ -251,7 +251,7 @@ def _loaded(point: "EntryPoint") -> Format:
         format: object = point.load()
     except Exception as error:  # importing another package may raise anything
         raise CheckpointError(
-            f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); mend or "
+            f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); repair or "
             "uninstall that package"
         ) from error
     if not isinstance(format, Format):
@@ -344,15 +344,15 @@ def merged_format(
     if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
         directory_format = default_format("merged", directory=True).name
         raise CheckpointError(
-            f"{output}: a limit of {max_shard_bytes} bytes a file (",
+            f"{output}: files of at most {max_shard_bytes} bytes (",
             Argument("max_shard_bytes"),
-            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
-            f"format {directory_format!r} and name a directory",
+            f"): the format {chosen.name!r} has no such limit, or it is below 1; omit it, or "
+            f"choose the format {directory_format!r} and name a directory",
         )
     if in_directory and chosen.extensions:
         raise CheckpointError(
-            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
-            "leave out the slash, or choose another format"
+            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; omit "
+            "the slash, or choose another format"
         )
     return chosen
 
@@ -375,8 +375,8 @@ def named_by(
     name = next((name for name in folders_of(text) if name in names), "")
     if not name or not file_inside(run, name, path).is_dir():
         raise CheckpointError(
-            f"{path}: says {text!r:.200}, but no such checkpoint is beside it; name the "
-            "directory of the checkpoint itself"
+            f"{path}: names {text!r:.200}, but no such checkpoint is beside this file; name the "
+            "directory of a checkpoint"
         )
     return Newest(run / name, f"reading {name}, which {tracker.name} names")
 
@@ -386,7 +386,7 @@ def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newe
     if len(checkpoints) != 1:
         raise CheckpointError(
             f"{run}: has the checkpoints {', '.join(checkpoints) or '(none)'} and no {tracker} "
-            "that says which counts; name the directory of one"
+            "that names the latest; name the directory of one"
         )
     place = file_inside(run, checkpoints[0], run)
     return Newest(place, f"reading {checkpoints[0]}, which is the only one")

@@ -149,7 +149,7 @@ def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
     except ValueError:
         pass
     raise CheckpointError(
-        f"{state.path}: has {shapes!r:.200} in place of names and shapes of parameters "
+        f"{state.path}: has {shapes!r:.200} instead of the names and shapes of parameters "
         "(param_shapes); the file was changed, restore it"
     )
 
@@ -213,7 +213,7 @@ def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
 
 
 def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of a flattened dict, by their names in it."""
+    """Return the entries of the nested dict `key`, by their names inside that dict."""
     start = f"{key}."
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
@@ -234,8 +234,8 @@ def _read_run(place: StoragePath) -> _Run:
     names = place.names()
     if "zero" in names:
         raise CheckpointError(
-            f"{place}: is a Universal Checkpoint, which is not read; name the run that DeepSpeed "
-            "made it of"
+            f"{place}: is a Universal Checkpoint, which cannot be read; name the checkpoint from "
+            "which DeepSpeed made it"
         )
     for kind in (EXPERTS, PIPELINE):
         part = next(filter(PARTS[kind][0].fullmatch, names), None)
@@ -244,15 +244,15 @@ def _read_run(place: StoragePath) -> _Run:
     parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(
-            f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; "
-            f"DeepSpeed joins them: {_TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
+            f"{place}: {parallel} is of a run with tensor parallel ranks, which cannot be read; "
+            f"merge with DeepSpeed: {_TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
         )
     paths = _files(place, names, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
         raise CheckpointError(
-            f"{optimizers[0].path}: says no stage of ZeRO from 1 to 3; save it again with "
+            f"{optimizers[0].path}: does not record a ZeRO stage from 1 to 3; save it again with "
             "DeepSpeed 0.8 or later"
         )
     for state in optimizers:
@@ -300,8 +300,8 @@ def _files(
     models = list(filter(MODEL_FILE.fullmatch, names))
     if not by_rank and pattern is OPTIMIZER_FILE and models:
         raise CheckpointError(
-            f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
-            f"the run was without ZeRO, name {place / models[0]}"
+            f"{place}: has no ZeRO optimizer states (…_optim_states.pt); restore them, or for a "
+            f"run without ZeRO, name {place / models[0]}"
         )
     for rank in expected:
         if rank not in by_rank:
@@ -312,7 +312,7 @@ def _files(
             )
     odd = next((by_rank[rank] for rank in by_rank if rank not in expected), odd)
     if odd is not None:
-        raise CheckpointError(f"{place}: {odd} is not of the save of the other files; move it away")
+        raise CheckpointError(f"{place}: {odd} is of another save than the others; move it away")
     return [file_inside(place, by_rank[rank], place) for rank in expected]
 
 
@@ -325,7 +325,7 @@ def _number(state: TorchState, key: str) -> int | None:
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
-    """Return the place of each parameter, and the length that each line of tensors must have."""
+    """Return the place of each parameter, and the length of each concatenation of flat tensors."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
@@ -433,8 +433,8 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
                 own = isinstance(note, Record) and (note.get("start"), note.get("numel"))
                 if own != expected:
                     raise CheckpointError(
-                        f"{state.path}: its part of {name!r} has another position than that of "
-                        f"rank {rank}; the file is of another rank or save, restore it"
+                        f"{state.path}: {name!r} is at another position than in the file of rank "
+                        f"{rank}; this file is of another rank or save, restore it"
                     )
 
 

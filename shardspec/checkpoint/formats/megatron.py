@@ -154,8 +154,8 @@ def _read(place: StoragePath) -> _Files:
             first_name = folders.setdefault((stage, expert, rank), name)
             if first_name != name or len(counts) > 1:
                 raise CheckpointError(
-                    f"{place}: {min(folders.values())} and {name} cannot be of one save; move "
-                    "those of the other away"
+                    f"{place}: {min(folders.values())} and {name} are of different saves; move the "
+                    "files of one save away"
                 )
     (count,) = counts
     paths = {}
@@ -200,7 +200,7 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 def _check_one_save(
     place: StoragePath, states: Sequence[TorchState], expected: Mapping[str, int], ranks: int | None
 ) -> None:
-    """Check that all files of one save exist, by its arguments or the caller's `ranks`."""
+    """Check that all files of one save exist, by the recorded arguments or the caller's `ranks`."""
     if ranks not in (None, len(states)):
         remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
@@ -221,8 +221,8 @@ def _check_one_save(
                 raise mismatch_error(state.path, key, value, first.path, first_value)
     if ranks is None and None in (_number(first, _RANKS), _number(first, _STAGES)):
         raise CheckpointError(
-            f"{first.path}: does not say how many ranks there were (it has no args), so "
-            "files of later ranks may be missing; if there were none, confirm it with ",
+            f"{first.path}: does not say how many ranks there were (it has no args), so files of "
+            "later ranks may be missing; if none are, confirm it with ",
             Argument("ranks", len(states)),
         )
 
@@ -235,8 +235,8 @@ def _ordered(states: Sequence[TorchState]) -> bool:
     for (earlier, a), (later, b) in pairwise(zip(states, ranks, strict=True)):
         if a >= b:
             raise CheckpointError(
-                f"{earlier.path}: was saved by rank {a}, and {later.path} by rank {b}; the files "
-                "are swapped, copied or not of one save, restore their places"
+                f"{earlier.path}: was saved by rank {a}, and {later.path} by rank {b}; files are "
+                "swapped, copied or of different saves; restore them"
             )
     return True
 

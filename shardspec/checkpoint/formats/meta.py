@@ -44,17 +44,16 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         return open_torch_file(paths[0])
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
         raise CheckpointError(
-            f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
-            f"{list(share)}), by whose rules it would be read; load it with the code of its "
-            "model, and save a whole state dict"
+            f"{paths[0]}: shapes {list(width)} of {_WIDTH} and {list(share)} of {_SHARE} are not "
+            "those of LLaMA; load it with the code of its model, and save a full state dict"
         )
     ranks = width[0] // share[1]
     if sorted(by_rank) != list(range(ranks)):
         missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in by_rank]
         remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
-            f"{directory}: has {len(by_rank)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one each; {remedy}"
+            f"{directory}: has {len(by_rank)} files consolidated.NN.pth, but the shapes of the "
+            f"tensors are those of {ranks} ranks; {remedy}"
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
@@ -91,7 +90,7 @@ def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str,
         if type(recorded) is int and value is not None and recorded != value:
             raise CheckpointError(
                 f"{path}: says {key} {recorded}, but the tensors in the files make up {value}; a "
-                "file is missing or of another model, or ranks share heads, which is not read"
+                "file is missing or of another model, or ranks share heads, which cannot be read"
             )
     return params
 

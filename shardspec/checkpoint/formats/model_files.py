@@ -159,12 +159,12 @@ def find_bins(directory: StoragePath) -> ModelFiles:
 
 
 def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
-    """Return these files; raises `CheckpointError` if a number is missing."""
+    """Return files that no index lists; raises `CheckpointError` if a numbered file is missing."""
     if not names:
         # Files existed when the format was recognized.
         raise CheckpointError(
-            f"{directory}: its files were removed while it was opened; run again when nobody "
-            "writes it"
+            f"{directory}: its files were removed while it was opened; run again when nothing "
+            "writes to it"
         )
     for files in _models(names).values():
         _check_numbers(directory, files)
@@ -198,20 +198,19 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
         first_name = by_number.setdefault(_place(name).number or 0, name)
         if first_name != name:
             raise CheckpointError(
-                f"{directory}: {first_name} and {name} have the same number; move the one that is "
-                "of another save away"
+                f"{directory}: {first_name} and {name} have the same number; move the file of the "
+                "other save away"
             )
     first = 0 if 0 in by_number and count not in by_number else 1
     expected = range(first, first + count)
     for missing in (number for number in expected if number not in by_number):
         raise CheckpointError(
-            f"{directory}: {_sibling(files[0][0], missing)} is missing, by the numbers of the "
-            "others; restore it"
+            f"{directory}: {_sibling(files[0][0], missing)} is missing from the numbered files; "
+            "restore it"
         )
     for odd in (name for number, name in by_number.items() if number not in expected):
         raise CheckpointError(
-            f"{directory}: {odd} has a number that is not from 1 to {count}; it belongs elsewhere, "
-            "move it away"
+            f"{directory}: {odd} has a number that is not from 1 to {count}; move that file away"
         )
 
 
@@ -339,5 +338,5 @@ def check_alone(path: StoragePath) -> None:
     index = next(indexes, None)
     place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"
     raise CheckpointError(
-        f"{path}: is file {number} of {count} of a model, by its name; name its {place}"
+        f"{path}: is by its name file {number} of {count} of a model; name the {place}"
     )

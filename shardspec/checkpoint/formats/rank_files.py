@@ -55,7 +55,7 @@ _AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
-    """Name of a file, and the rank and number of ranks in it; None if it lacks the number."""
+    """Name of a file, the rank in it, and the number of ranks in it, or None."""
 
     name: str
     world: int | None
@@ -77,9 +77,9 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
             families.setdefault(of, []).append(file)
     if family is None and len(families) > 1:
         raise CheckpointError(
-            f"{directory}: has files of several families ("
-            f"{', '.join(files[0].name for files in families.values())}); name a file of the one "
-            "to read instead of the directory"
+            f"{directory}: has rank files of several families "
+            f"({', '.join(files[0].name for files in families.values())}); instead of the "
+            "directory, name one file of the family to read"
         )
     family = next(iter(families)) if family is None else family
     files = sorted(families.pop(family), key=lambda file: file.rank)
@@ -87,8 +87,8 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     if more:
         sizes = sorted("an unknown number of" if n is None else str(n) for n in (world, *more))
         raise CheckpointError(
-            f"{directory}: {files[0].name} and others like it are of saves by "
-            f"{' and '.join(sizes)} ranks; move all but one save away"
+            f"{directory}: {files[0].name} and others are of saves by {' and '.join(sizes)} ranks; "
+            "move all but one save away"
         )
     if world is not None:
         _check_ranks(directory, files, world)
@@ -99,8 +99,8 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     for name in (name for tensors in distinct.values() for name in tensors):
         if name.rpartition(".")[2].endswith("_flat_param"):
             raise CheckpointError(
-                f"{states[0].path}: {shown(name)} is a flat parameter of FSDP1, and no file says "
-                "the shapes in it; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+                f"{states[0].path}: {shown(name)} is a flat parameter of FSDP1, and no file "
+                "records its shapes; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
             )
     placed = (tensor.placed for tensors in distinct.values() for tensor in tensors.values())
     meshes = {id(at.mesh): at.mesh for at in placed if at is not None}
@@ -183,7 +183,7 @@ def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
 
 
 def _merged_extras(states: Sequence[RankState]) -> dict[str, object]:
-    """Return the plain values by name: one value that all ranks share, or one per rank."""
+    """Return the plain values by name: one if all ranks agree, else one per rank."""
     extras: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
@@ -203,7 +203,7 @@ _Groups: TypeAlias = Sequence[Sequence[RankState]]
 
 
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of every tensor in each group; plain tensors are on `everywhere`."""
+    """Return each tensor's layout per group; plain tensors are replicated on `everywhere`."""
     first = groups[0][0]
     torch_states.check_same_names((group[0].path, group[0].tensors) for group in groups)
     made: dict[Hashable, Layout] = {}
@@ -238,7 +238,7 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
             if layout is not of_groups[0] and str(layout) != str(of_groups[0]):
                 raise CheckpointError(
                     f"tensor {name!r} is {of_groups[0]} in {first.path}, but {layout} in "
-                    f"{group[0].path}; the files are not of one save"
+                    f"{group[0].path}; the files are of different saves"
                 )
     return layouts
 
@@ -251,20 +251,20 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
         wrote = f"ranks {shown(list(layout.mesh.ids))}" if saver is None else f"rank {saver}"
         raise CheckpointError(
             f"{state.path}: tensor {name!r} was saved by {wrote}, not by rank {state.rank} as the "
-            "name of the file says; the file belongs elsewhere, restore its name"
+            "name of the file says; restore the name of the file"
         )
     expected = layout.local_shape(state.rank)
     if expected != local:
         raise CheckpointError(
             f"{state.path}: rank {state.rank} has a part of shape {list(local)} of tensor "
-            f"{name!r}, but of {layout} it has {list(expected)}; the file contradicts itself"
+            f"{name!r}, but by {layout} it should have {list(expected)}; the file is inconsistent"
         )
 
 
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return the spec of a tensor on the mesh of all ranks; its own mesh may be a slice of it.
+    """Return the spec of a tensor on the mesh of all ranks, from layouts on slices of that mesh.
 
     Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """

@@ -143,8 +143,8 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     numbers = packed(dtype)
     if len(shape) > MAX_DIMS or (numbers > 1 and (not shape or shape[-1] % numbers)):
         raise DTypeError(
-            f"has {len(shape)} dims {shown(list(shape))}; at most {MAX_DIMS} make sense, and the "
-            f"last dim of {code} should be a multiple of {numbers}"
+            f"has {len(shape)} dims {shown(list(shape))}; give at most {MAX_DIMS} dims, the last a "
+            f"multiple of {numbers} for {code}"
         )
     if numbers > 1:
         shape = (*shape[:-1], shape[-1] // numbers)
@@ -215,8 +215,8 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
-                    f"{path}: has the tensors of one rank, which may be parts; name its directory, "
-                    f"{path.parent}"
+                    f"{path}: has the tensors of one rank, which may be shards; name its "
+                    f"directory, {path.parent}"
                     if place == path
                     else f"{place}: has no sharding_info.json, which is written last; the save did "
                     "not finish; save again"
@@ -228,7 +228,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                 if name in home:
                     raise CheckpointError(
                         f"{place}: {home[name].name} and {path.name} both have tensor {name!r}, "
-                        "and no index says which counts; name the file to read, or move the other "
+                        "and no index says which to read; name the file to read, or move the other "
                         "away"
                     )
                 home[name] = path

@@ -78,8 +78,8 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
     with place.open() as file:
         if file.read(0, min(file.num_bytes, len(_OLD))) == _OLD:
             raise CheckpointError(
-                f"{place}: is in the format that torch.save had before torch 1.6, which cannot be "
-                "read in place; load it with torch.load(weights_only=True) and save it again"
+                f"{place}: is in the format of torch.save before torch 1.6, which cannot be read; "
+                "load it with torch.load(weights_only=True) and save it again"
             )
     return open_torch_file(place)
 
@@ -100,14 +100,14 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             shape, global_shape = tensor.local.shape, tensor.local.global_shape
             if shape != global_shape:
                 raise CheckpointError(
-                    f"{path}: has a part of shape {list(shape)} of tensor {name!r} of shape "
+                    f"{path}: has a shard of shape {list(shape)} of tensor {name!r} of shape "
                     f"{list(global_shape)}; name the directory with the files of all ranks, such "
                     "as model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(
-                    f"{path}: has tensor {name!r}, which another file of the same model has "
-                    "too; move the one that is of another save away"
+                    f"{path}: another file of the same model also has tensor {name!r}; move the "
+                    "file of the other save away"
                 )
             tensors[name] = whole_tensor(name, path, tensor)
         extras.update(

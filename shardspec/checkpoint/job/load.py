@@ -168,7 +168,7 @@ def _opened(
 
 
 class Reading(NamedTuple):
-    """Tensors to read, and their destinations."""
+    """Tensors to read from a checkpoint, and the shards or layouts to fill."""
 
     source: Catalog
     names: Mapping[str, str]
@@ -200,8 +200,8 @@ def _plan_by_rules(
         for name, new in plain_names(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
-                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
-                    "them apart"
+                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; give "
+                    "them different names"
                 )
             renamed[new], values[new] = name, source.extras[name]
         kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
@@ -223,8 +223,8 @@ def _spec_as_saved(
         if replicated:
             return ShardingSpec(len(tensor.shape))
         raise LayoutError(
-            f"tensor {tensor.source!r} was saved without a spec; give rules for how to shard "
-            "tensors; a tensor without a matching rule is then replicated"
+            f"tensor {tensor.source!r} was saved without a spec; give rules with specs; tensors "
+            "without a matching rule are then replicated"
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
@@ -260,8 +260,8 @@ def _plan_into(
                 and name not in source.facts.dropped
             ):
                 raise CheckpointError(
-                    f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
-                    "into, exclude it, or rename one"
+                    f"{source.directory}: has no {kind} {name!r}; remove it from the state dict, "
+                    "exclude it, or rename it"
                 )
     layouts = {name: layout for name, layout in state.layouts.items() if name in names}
     for name, layout in layouts.items():
@@ -269,7 +269,7 @@ def _plan_into(
         if (shape, dtype) != (layout.global_shape, layout.dtype):
             raise CheckpointError(
                 f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-                f"checkpoint has {list(shape)} {dtype}; make them alike"
+                f"checkpoint has {list(shape)} {dtype}; load into a tensor of that shape and dtype"
             )
         if layout.spec.partials:
             raise LayoutError(

@@ -109,8 +109,8 @@ class CheckpointReader:
             with chosen.telling():
                 if state:
                     raise LayoutError(
-                        f"a plan that {self} takes nothing else; pass an empty state dict, as in "
-                        "plan.run({})"
+                        f"a plan that {self} takes no tensors; pass an empty state dict: "
+                        f"plan.run({{}})"
                     )
                 into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
@@ -169,7 +169,7 @@ class CheckpointReader:
         for name, layout in layouts.items():
             if described.layouts[name] != layout:
                 raise LayoutError(
-                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"out[{name!r}] has layout {described.layouts[name]}, but the plan has "
                     f"{layout}; pass a tensor with the plan's layout"
                 )
         _check_apart(described.shards)
@@ -203,7 +203,7 @@ class StoredPlan(NamedTuple):
     """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
-    """Last of the maps, if any; the earlier ones are applied in `source`."""
+    """The last name map, if any; `source` already has the earlier ones applied."""
     files: dict[int, str]
     """File names by number."""
 

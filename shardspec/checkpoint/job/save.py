@@ -82,8 +82,8 @@ def save_sharded(
 ) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
-    Each rank writes one file with its boxes; one rank writes each replicated box. The sharding info
-    is written when all files are on the disk, so a directory without it is an unfinished save.
+    Each rank writes one file with its boxes; one rank writes each replicated box. Last, when these
+    files are on the disk, `sharding_info.json` is written: without it the save is unfinished.
     Pending reductions are saved unreduced, addend by addend.
 
     Parameters
@@ -333,7 +333,7 @@ def _pieces(
 
 
 def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
-    """Write the sharding info, which completes the save; return the files of the older one."""
+    """Write `sharding_info.json`, which completes the save; return the files of the older save."""
     for file in info.files:
         place = path / file.name
         entry, why = None, os.strerror(errno.ENOENT)
@@ -360,7 +360,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of older saves that no info lists anymore, identified by names and headers."""
+    """Yield files of older saves that `sharding_info.json` does not list, by names and headers."""
     for name in names:
         if is_temporary(name):
             yield name
@@ -379,7 +379,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files that no info lists; a file that cannot be removed only takes space."""
+    """Remove files of older saves; a file that cannot be removed only takes space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

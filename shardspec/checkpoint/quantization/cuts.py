@@ -56,8 +56,8 @@ def refuse_codes(dtype: str) -> None:
 def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
     for name in sorted(why.keys() & {*names}):
         raise DTypeError(
-            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and a cast "
-            "would corrupt codes and scales; leave out ",
+            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and a cast would "
+            "corrupt codes and scales; omit ",
             Argument("dtype"),
             f", {remedy}, or dequantize first with the tool that wrote them",
         )
@@ -100,19 +100,19 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
     for dim, (size, side) in enumerate(zip(layout.global_shape, blocks.sides, strict=True)):
         for lo, hi in _cuts(layout, dim) if side > 1 else ():
             if lo % side or (hi % side and hi != size):
-                place, remedy = "codes that are not cut along this dim", "replicate it"
+                place, remedy = "codes that cannot be split along this dim", "replicate it"
                 if side < size:
                     place = f"a block of {side} elements that share a scale"
-                    remedy = f"cut at multiples of {side}, as {_in_blocks(layout, dim, side)}"
+                    remedy = f"split at multiples of {side}, as {_in_blocks(layout, dim, side)}"
                 raise LayoutError(
-                    f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
-                    f"{place}; cut another dim, or {remedy}"
+                    f"tensor {name!r}: spec {layout.spec} splits dim {dim} at {lo}:{hi}, inside "
+                    f"{place}; shard another dim, or {remedy}"
                 )
     scales = layouts.get(blocks.scales)
     if scales is not None and not _same_cuts(layout, scales, blocks.sides):
         raise LayoutError(
-            f"tensor {name!r}: spec {layout.spec} cuts it unlike {scales.spec} of its scales "
-            f"{blocks.scales!r}; cut both in the same way, or replicate the scales"
+            f"tensor {name!r}: spec {layout.spec} does not match {scales.spec} of its scales "
+            f"{blocks.scales!r}; shard both in the same way, or replicate the scales"
         )
 
 

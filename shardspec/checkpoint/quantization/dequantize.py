@@ -282,9 +282,9 @@ def dequantized(
         elif result is not None and (choice is None or choice.wants(name)):
             raise QuantizedError(
                 f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantized "
-                f"({quantized.why[name]}), and {result}; leave out ",
+                f"({quantized.why[name]}), and {result}; omit ",
                 Argument("dtype"),
-                ", exclude these tensors, or mend the checkpoint",
+                ", exclude these tensors, or repair the checkpoint",
             )
     if not weights:
         return source

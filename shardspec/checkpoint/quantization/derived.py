@@ -132,7 +132,7 @@ class ComputedMatrices(ABC):
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """File that it is computed from -> bytes in it."""
+        """Source file -> bytes read from it."""
         return self._reads
 
     @abstractmethod

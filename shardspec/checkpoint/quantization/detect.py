@@ -51,9 +51,9 @@ class Blocks(NamedTuple):
     """Positions where codes may be cut."""
 
     sides: Shape
-    """Block size per dim: cuts are at multiples of it, or at the end."""
+    """Block size per dim: codes may be split at multiples of it."""
     scales: str = ""
-    """Name of the tensor with one number per block or row; empty if it is not cut."""
+    """Name of the tensor with one number per block or row; empty if none must be sharded."""
 
 
 class Quantized(NamedTuple):

@@ -1,4 +1,4 @@
-"""Plans resharding that quantizes: before sending if shards begin at block boundaries, else after."""
+"""Plans resharding that quantizes: before sending if shards start at block borders, else after."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,15 +146,16 @@ def plan_quantized(
             if (requested := scale_layouts.pop(scales, grid)) != grid:
                 raise LayoutError(
                     f"tensor {scales!r} is computed from {name!r}, with layout {grid}, but the "
-                    f"target has {requested}; remove it from the target, or give both one layout"
+                    f"target has {requested}; remove it from the target, or give it the first "
+                    "layout"
                 )
             receivers.append(name)
             moves += group
         else:
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
-                f"the target cuts {list(after.global_shape)} at multiples of {_SIDE} (one scale); "
-                "cut one of them there, or leave out dtype="
+                f"the target splits {list(after.global_shape)} at multiples of {_SIDE} (a scale "
+                "per block); change one spec, or omit dtype="
             )
     if scale_layouts:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(scale_layouts))])}")

@@ -66,8 +66,8 @@ def _member(*args: object) -> Record:
         case (Global() as kind, str() as name) if kind.name in _ENUMS:
             return Record(name)
     raise ValueError(
-        "only members of known enums are read by name; nothing of it was run. If you trust its "
-        "writer, save it again as a state dict of tensors and plain values"
+        "only members of known enums are read by name; nothing of it was run. If you trust "
+        "its author, save it again as a state dict of tensors and plain values"
     )
 
 
@@ -198,7 +198,7 @@ def outline_of(
             return Outline(name, full_shape, dtype, None, (), chunks), repeated
     raise ValueError(
         f"mcore_data has {flat!r:.100}, unknown up to Megatron-core 0.16; convert it with "
-        " Megatron's own tools to fully_reshardable"
+        "Megatron's own tools to fully_reshardable"
     )
 
 

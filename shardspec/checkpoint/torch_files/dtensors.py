@@ -49,8 +49,8 @@ def read_torch(
 ) -> object:
     """Return the value that `torch.save` wrote, with a `TorchTensor` for each tensor or DTensor.
 
-    `data` is its pickle. Objects of classes beyond `TORCH_NAMES` are `Foreign`. `rank` is the rank
-    that wrote it: for torch up to 2.10 the slice of a mesh that a DTensor was on follows from it.
+    `data` is the pickle. Objects of classes beyond `TORCH_NAMES` are `Foreign`. `rank` wrote the
+    file; it shows on which slice of a mesh a DTensor was, which torch up to 2.10 does not record.
     """
     from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
     names = {**TORCH_NAMES, _FROM_TYPE: from_type}
@@ -138,8 +138,8 @@ class _DTensors:
             at = _position(mesh, shape)
             if at is None or rank not in ids:
                 raise ValueError(
-                    "a mesh is a slice of a larger one and does not say which; distribute over the "
-                    "whole mesh, or save with torch 2.11 or later"
+                    "a mesh is a slice of a larger mesh, but which slice is not recorded; "
+                    "distribute over the full mesh, or save with torch 2.11 or later"
                 )
             first = ids.index(rank) - offsets[at]
         if first + min(offsets) < 0 or first + max(offsets) >= len(ids):

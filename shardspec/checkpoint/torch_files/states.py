@@ -84,7 +84,7 @@ class Contents(NamedTuple):
     tensors: dict[str, TorchTensor]
     extras: dict[str, object]
     paths: dict[str, KeyPath]
-    """Nested keys by name; a name that is itself the only key is missing."""
+    """Nested keys by name; names of top-level entries are omitted."""
 
 
 def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
@@ -338,7 +338,7 @@ def check_same_names(files: Iterable[tuple[StoragePath, Mapping[str, object]]]) 
         if name is not None:
             lacks, has = (path, first_path) if name in first else (first_path, path)
             raise CheckpointError(
-                f"{lacks}: lacks tensor {name!r}, which {has} has; the files are not of one save"
+                f"{lacks}: lacks tensor {name!r}, which {has} has; the files are of different saves"
             )
 
 
@@ -351,7 +351,7 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
         first_path = paths.setdefault(key, state.path)
         if first_path != state.path and len(key) == len(state.tensors):
             raise CheckpointError(
-                f"{state.path}: has the tensors of {first_path}; one is a copy of the other, "
+                f"{state.path}: has the same tensors as {first_path}; one is a copy of the other, "
                 "restore it"
             )
 

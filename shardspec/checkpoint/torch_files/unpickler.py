@@ -218,7 +218,7 @@ def mere_name(name: str) -> Global:
 def _no_storage(value: object) -> Never:
     # A nested value could contain itself many times, so only its type is named.
     text = shown(value, 60) if isinstance(value, str | int) else f"a {type(value).__name__}"
-    raise RefusedError(f"refers to {text}, outside of itself; it is damaged")
+    raise RefusedError(f"refers to {text}, which is not in the file; it is damaged")
 
 
 class _Unpickler:
@@ -245,8 +245,8 @@ class _Unpickler:
             if not self._foreign:
                 raise RefusedError(
                     f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
-                    "checkpoint; nothing of it was run. If you trust its writer, save it again as "
-                    "tensors and plain values"
+                    "checkpoint; nothing of it was run. If you trust its author, save it "
+                    "again as tensors and plain values"
                 )
             self._names[path] = foreign_class(path)
         return self._names[path]
@@ -257,7 +257,7 @@ class _Unpickler:
         except UnsupportedError as error:
             raise RefusedError(f"contains an unsupported value: {error}") from None
         except ValueError as error:
-            raise RefusedError(f"refers to something outside of itself: {error}") from None
+            raise RefusedError(f"refers to something outside of the file: {error}") from None
 
     def _check_keys(self, keys: list[Any]) -> None:
         """Refuse keys whose hashes would take long, or many that could have equal ones."""

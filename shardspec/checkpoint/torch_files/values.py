@@ -61,7 +61,7 @@ class TorchTensor(NamedTuple):
     storage: TorchStorage
     placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
-    """True if its storage's digest is checked with it: once for several views."""
+    """True if the storage's digest is checked with this tensor: one of several views."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:

@@ -96,8 +96,8 @@ class TorchZip:
         data = file.read(self.start(file, name), record.num_bytes)
         if record.crc32 is not None and crc32(data) != record.crc32:
             raise CheckpointError(
-                f"{self.label}: the bytes of record {record.full_name!r} are not as saved "
-                "(CRC-32); restore the file or save again"
+                f"{self.label}: the bytes of record {record.full_name!r} have changed since the "
+                "save (CRC-32); restore the file or save again"
             )
         return data
 
@@ -196,8 +196,8 @@ def _checked(
         key = inner.decode("utf-8", "surrogateescape")
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(
-                f"{label}: record {name!r:.100} is compressed, which torch never does; unpack it "
-                "and save it again with torch.save"
+                f"{label}: record {name!r:.100} is compressed, but torch never compresses; unpack "
+                "it and save it again with torch.save"
             )
         if (
             info.compress_size != size

@@ -250,7 +250,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 @contextmanager
 def _of_plain_tensors() -> Iterator[None]:
-    """Let torch's DTensor replicate plain tensors that torch makes on the way back."""
+    """Let torch's DTensor replicate plain tensors that torch makes during a backward pass."""
     if not dist.is_initialized():
         yield
         return

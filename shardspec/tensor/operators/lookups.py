@@ -28,7 +28,7 @@ def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 def _is_plain(*tensors: object) -> bool:
-    """Return whether these are DTensors without pending reductions, parts or blocks."""
+    """Return True if all are DTensors without pending reductions, parts or blocks."""
     return all(
         isinstance(tensor, TensorLike)
         and not tensor.layout.spec.partials

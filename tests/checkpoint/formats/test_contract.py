@@ -138,7 +138,7 @@ def test_only_its_own_files_are_replaced(sources, tmp_path, name, way):
     check_whole(out, due)
     if out.is_dir():
         with pytest.raises(
-            CheckpointError, match=r"holds 'notes\.md', which no checkpoint there owns"
+            CheckpointError, match=r"contains 'notes\.md', not part of a checkpoint"
         ):
             write(sources, tmp_path, name, way, overwrite=True)
         assert {file: file.read_bytes() for file in first} == first
