@@ -113,8 +113,8 @@ restore the missing file or save again
         if not places:
             of = f" of addend {list(addend)}" if addend else ""
             raise CheckpointError(
-                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                f"part {box_text(part)}{of}; restore the missing file or save again"
+                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file contains box "
+                f"{box_text(part)}{of}; restore the missing file or save again"
             )
         one_box, other_box = (text(group[place]) for place in places[:2])
         raise CheckpointError(
