@@ -367,7 +367,7 @@ class DerivedCatalog(Catalog, ABC):
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a derived tensor."""
+        """Return a tensor derived from those of the other checkpoint."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
         """Check that the files of the other checkpoint are unchanged since opening."""

@@ -136,7 +136,7 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
 
 @contextmanager
 def _reported(place: StoragePath) -> Iterator[None]:
-    """Convert operating system errors into a CheckpointError."""
+    """Convert operating system errors about `place` into a CheckpointError that names it."""
     try:
         yield
     except OSError as error:
@@ -184,7 +184,7 @@ def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place
 
 
 def _find_file(place: StoragePath) -> _Place:
-    """Return the checkpoint that consists of a file, or contains it."""
+    """Return the checkpoint at the path of a file: the file alone, or the checkpoint around it."""
     if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
@@ -214,7 +214,7 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint in a file, or in it and others beside it."""
+    """Return the checkpoint in a file, or in the files that this file lists."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 

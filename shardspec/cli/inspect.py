@@ -144,7 +144,7 @@ def _json(summary: CheckpointSummary) -> Iterator[str]:
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
-    """Print which ranks hold the part of the tensors at an index."""
+    """Print the ranks that have the element at an index, for each tensor."""
     # A pattern may match biases beside matrices: tensors that lack the index are skipped.
     holders = [
         (tensor.name, box, ranks)
@@ -186,7 +186,7 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
 def _overview(
     summary: CheckpointSummary, full: bool, only: str | None = None, of: int = 0
 ) -> Iterator[str]:
-    """Yield the lines about a checkpoint; with `only`, those about its tensors."""
+    """Yield the lines of text about a checkpoint; with `only`, the table of its tensors."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
     model, states = summary.apart()
     if only is None:
@@ -317,7 +317,7 @@ def _count(names: Sequence[str]) -> str:
 
 
 def _states(summary: CheckpointSummary) -> list[list[str]]:
-    """Return a row for each kind of an optimizer's state."""
+    """Return a table row for each kind of optimizer state, such as ``exp_avg``."""
     kinds: dict[str, list[AnyOutline]] = {}
     for tensor in summary.outlines:
         kinds.setdefault(optimizer_kind(tensor.name) or "", []).append(tensor)
@@ -336,7 +336,7 @@ def _states(summary: CheckpointSummary) -> list[list[str]]:
 def _cells(
     summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None
 ) -> tuple[str, ...]:
-    """Return the row of a tensor, without its name."""
+    """Return the cells of a tensor's table row after its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if layout is None and len(holders.cells) > 1:

@@ -177,7 +177,7 @@ def profile_command(
 
 
 def _environment(name: str) -> int:
-    """Return a number that torchrun has set; 0 outside a job."""
+    """Return the number in an environment variable of torchrun; 0 outside a job."""
     text = os.environ.get(name, "0")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise click.UsageError(f"{name}={shown(text)} is not a number; start it with torchrun")

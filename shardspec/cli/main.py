@@ -198,7 +198,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
-    """Repeat an interrupt that came during a callback, where Python ignores exceptions."""
+    """Raise an interrupt again that came during a callback, where Python ignores exceptions."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM]).start()
     else:

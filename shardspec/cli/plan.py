@@ -383,7 +383,7 @@ def plan_state_command(
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
-    """Return the mesh of a cluster with its links, if any were given."""
+    """Return the mesh of the options; its links are those of the options, if any."""
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh

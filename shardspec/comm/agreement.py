@@ -1,4 +1,4 @@
-"""Checks that all ranks are about to run the same conversion; ranks exchange notes before data."""
+"""Checks that all ranks are about to run the same conversion, by notes sent before any data."""
 
 import hashlib
 import json

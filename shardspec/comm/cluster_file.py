@@ -181,7 +181,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
-    """Return a number of a file divided by its unit."""
+    """Return a number of a file in seconds: divided by `unit`, the units per second."""
     number = seconds(value / unit) if _is_number(value) else None
     if number is None:
         raise ProfileError(f"{key} is {shown(value)}, but should be {SECONDS_RULE} s")
@@ -201,7 +201,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _record(link: Link) -> dict[str, Any]:
-    """Return a link as the table of a file; its curves come last."""
+    """Return the table that describes a link in a file; the curves come last."""
     rate = 1e-9 / link.seconds_per_byte if link.seconds_per_byte else float("inf")
     numbers = {"latency_us": link.latency_s * 1e6, "gb_per_s": rate, "start_us": link.start_s * 1e6}
     record: dict[str, Any] = {key: _short(number) for key, number in numbers.items()}

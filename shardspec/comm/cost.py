@@ -233,7 +233,7 @@ class CostModel:
         return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return the curve measured for as many devices with the same links."""
+        """Return the curve of a collective along `axes`; None if none was measured."""
         inside, across = self._tiers(axes)
         if not across:
             return self._curve_inside(kind, inside, self._count(axes))
@@ -277,7 +277,7 @@ class CostModel:
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
     ) -> tuple[Line, ...]:
-        """Return the lines of a group of several nodes with `per_node` devices each."""
+        """Return the price of a collective over several nodes, as lines over bytes."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
         latency, beta = (
             self._ring(kind, across)[0],

@@ -261,7 +261,7 @@ class Notes:
         return on_all_ranks(CommunicatorError(f"{text}{heard}; {ORDER_RULE}"))
 
     def _give_up(self, error: str, peers: Iterable[int], words: str = "") -> str:
-        """Stop this rank from converting; return the errors of others, to be quoted."""
+        """Make this rank refuse conversions; return the errors of other ranks as text."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
         end, states = time.monotonic() + _PATIENCE_S, dict[int, str]()

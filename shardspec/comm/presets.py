@@ -123,7 +123,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
 
 
 def _unknown_hosts(mesh: DeviceMesh, preset: LinkPreset) -> MeshError:
-    """Return the error of a mesh that spans several hosts unevenly."""
+    """Return the error for a mesh that spans several hosts unevenly."""
     return MeshError(
         f"the nodes of mesh {mesh} are unknown: ids {min(mesh.ids)} to {max(mesh.ids)} are not in "
         f"one node of {preset.per_node} by {preset.name}, and "

@@ -192,7 +192,7 @@ class _Reader:
         self._lines, self._name = text.splitlines(), name
 
     def wrong(self, word: str, problem: str, *, last: bool = False) -> LayoutError:
-        """Return an error that names the first or last line with a word."""
+        """Return a LayoutError that names the line with a word: the first, or the last."""
         lines = [at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0]]
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")

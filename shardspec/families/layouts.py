@@ -349,7 +349,7 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of the first tensor that a rule of the family makes, for errors."""
+        """Return the name of a target as text for errors, with numbers such as those of layer 0."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:

@@ -146,7 +146,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors in a source that no rule uses."""
+    """Return the tensors of a naming convention that maps drop on purpose."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -159,7 +159,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Return both sides of an equation, without slices and factors that neither needs."""
+    """Return both sides of an equation without unnecessary slices and factors."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)

@@ -200,7 +200,7 @@ def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _users(names: Collection[str]) -> str:
-    """Return as text the families with a tensor of the first name."""
+    """Return the families that have a tensor of the first name, as text for an error."""
     form = next(map(form_of, names), "")
     users = []
     for family_name in family_names():

@@ -159,7 +159,7 @@ def live_bytes(before: Layout, after: Layout) -> int:
 
 
 def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCell]]:
-    """Yield the two layouts restricted to each cell of the tensor."""
+    """Yield both layouts, restricted to each box in which a device has at most one box."""
     for cell in cells_of(before, after):
         yield LayoutCell(before, cell), LayoutCell(after, cell)
 
@@ -268,7 +268,7 @@ class _Candidates:
 
     @classmethod
     def alone(cls, layout: Layout) -> "_Candidates":
-        """Return candidates: only the spec of `layout`, its reductions finished."""
+        """Return the single candidate: the spec of `layout`, with its reductions finished."""
         return cls(layout, [state_of(layout.spec)[0]], np.zeros(1))
 
     @classmethod

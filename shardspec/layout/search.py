@@ -104,7 +104,7 @@ def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
 def _moves_by_matrix(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    """Return the cheapest moves, found in the matrix of prices of all moves."""
+    """Return the cheapest moves, by a search in the matrix with the prices of all moves."""
     prices, move = prices_to_search(source, model, max_bytes, target)
     start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)

@@ -329,7 +329,7 @@ def _from_prices(
 
 
 def _ids(values: Iterable[object]) -> Ints:
-    """Return a number for each value, equal for equal values."""
+    """Return integers that are equal where values are equal."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 

@@ -314,7 +314,7 @@ class DeviceMesh:
         return self._slice_with(first, free_axes)
 
     def _slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
-        """Return the mesh along `axes`, in this order, that contains a device."""
+        """Return the slice along `axes`, in this order, that contains a device."""
         options: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
             for name in ("mesh_alpha", "mesh_beta", "axis_names")

@@ -362,7 +362,7 @@ def _start(stream: int, seed: int) -> int:
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return odd keys of numbers, one row per stream."""
+    """Return an odd key for each number, one row per stream of keys."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
@@ -497,7 +497,7 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
 
 @lru_cache(64)
 def _key_sums(dim: int, seed: int) -> _Words:
-    """Return the running sums of the keys of the positions in a block."""
+    """Return the cumulative sums of the keys of positions in a block of a dim."""
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])

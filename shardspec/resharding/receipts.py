@@ -131,7 +131,7 @@ def receipt_of(
 
 
 def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
-    """Return the digests of the boxes of one device."""
+    """Return the digests of the source and target boxes of one device."""
     digests = _Boxes({}, {}, {})
     cast = {m.target_name for m in plan.moves if m.source.dtype != m.target.dtype}
     for place, shard in shards.source.items():

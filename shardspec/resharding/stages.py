@@ -256,7 +256,7 @@ def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> N
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
-    """Return the nonempty boxes of the view, which are disjoint, with their holders."""
+    """Return the devices that have each nonempty box of a view; boxes are disjoint."""
     boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 

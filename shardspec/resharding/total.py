@@ -343,7 +343,7 @@ def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Bindi
 
 
 def _named(side: Side, binding: Binding) -> str:
-    """Return the name of a tensor, and the row of a stack."""
+    """Return a tensor's name as text; for one row of a stacked tensor, also the row."""
     own = placeholders(side[0])
     rows = [f"{{{name}}} = {number}" for name, number in binding.items() if name not in own]
     return " at ".join([repr(filled(side[:1], binding)[0]), ", ".join(rows)][: 1 + bool(rows)])

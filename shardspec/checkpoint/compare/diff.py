@@ -345,7 +345,7 @@ def _is_real(dtype: str) -> bool:
 
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose boxes contain an element."""
+    """Return the ranks whose boxes contain the element at an index."""
     ranks = {
         stored.rank
         for stored in tensor.boxes
@@ -363,7 +363,7 @@ def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArra
 
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the distances |x - y|, and |y|."""
+    """Return |x - y| and |y| of each pair of elements, in float64."""
     if x.dtype.kind in "iu":
         # float64 cannot tell 2**53 from 2**53 + 1. Unsigned, a difference is right modulo 2**64.
         a, b = x.astype(np.uint64), y.astype(np.uint64)

@@ -306,7 +306,7 @@ def _reduce(
     room: memoryview,
     read: Callable[[BlockPart], object],
 ) -> None:
-    """Combine all addends of a block of a pending tensor."""
+    """Read all addends of one block of a tensor, and reduce them into `room`."""
     import numpy as np
 
     from shardspec.checkpoint.convert.numeric import reduce
@@ -498,7 +498,7 @@ class Output:
             return self._finish()
 
     def _finish(self) -> Written:
-        """Complete all files, the listing last, and return them."""
+        """Complete all files, the index last; return their names, sizes and CRC-32."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -511,7 +511,7 @@ class Output:
         return written
 
     def _run(self) -> None:
-        """Run all tasks in threads; the first that fails stops the others."""
+        """Copy all extents in threads; the first error stops all threads."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
@@ -619,7 +619,7 @@ class Output:
         return data
 
     def _advance(self, num_bytes: int) -> None:
-        """Count bytes as written; stop if another thread has failed."""
+        """Report written bytes as progress; raise an exception if another thread has failed."""
         if self._failed.is_set():
             raise _Cancelled
         with self._lock:

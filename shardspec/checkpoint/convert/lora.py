@@ -350,7 +350,7 @@ def _delta(
 
 
 def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> float:
-    """Return the rank or the alpha of a module by an adapter's config."""
+    """Return the rank or alpha of a module: that of a matching pattern, or the default."""
     value = config.get(key)
     for expression, of_pattern in (config.get(f"{pattern}_pattern") or {}).items():
         try:

@@ -183,7 +183,7 @@ class ModelNames(CatalogNaming):
         return _Way(model, found, renamed, maps)
 
     def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
-        """Return the range of padding rows that the target lacks, by plain names."""
+        """Return the rows of vocabulary padding that the target lacks, by tensor name."""
         vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
         kept = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
         if self.drop_rows or kept or self.names == way.format or not isinstance(vocab, int):
@@ -206,7 +206,7 @@ class ModelNames(CatalogNaming):
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
-        """Return part of a model, plus missing and unknown tensors from the original."""
+        """Return `part`, plus tensors of `origin` that it lacks or that the family omits."""
         weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)

@@ -512,7 +512,7 @@ def prepared_output(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of the entries that the output lacks."""
+    """Return the names of entries of the source, not tensors, that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
     metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
@@ -524,7 +524,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output; it supports the requested sharding."""
+    """Return the format of an output; raises CheckpointError if it cannot be written so."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format

@@ -108,7 +108,7 @@ def _text(stated: object) -> str | None:
 
 
 def _version(stated: object, index: StoragePath) -> str:
-    """Return a version as text; a number loses its leading zeros."""
+    """Return a version as text: "000007" and 7 are "7"."""
     if not isinstance(stated, str | int) or isinstance(stated, bool):
         raise CheckpointError(f"{index}: has no version and base_version; make the delta again")
     return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)

@@ -280,7 +280,7 @@ class _Writer:
         self.changed = [name for name in old.names if not self._same(name)]
 
     def report(self) -> DeltaReport:
-        """Return the report."""
+        """Return the facts about the delta that was written."""
         return DeltaReport(
             self.path.public(),
             len(self.sides[0].names),

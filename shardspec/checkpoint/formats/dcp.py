@@ -200,7 +200,7 @@ def _look_inside(
 
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
-    """Return a digest of the bytes of an entry."""
+    """Return the digest of the pickled bytes of an entry that is not a tensor."""
     crc = crc32_of(file, place.offset, place.num_bytes)
     return f"{place.num_bytes} bytes of CRC-32 {crc_text(crc)}"
 
@@ -279,7 +279,7 @@ def _is_read(outline: Outline[StoredChunk]) -> bool:
 
 
 def _unread(outline: Outline[StoredChunk]) -> catalog.OpaqueValue:
-    """Return the value that represents a tensor of an unsupported dtype."""
+    """Return the placeholder for a tensor of an unsupported dtype."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:

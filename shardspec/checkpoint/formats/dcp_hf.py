@@ -108,7 +108,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
-    """Return the tensors, with the extent of their boxes as the shape."""
+    """Return the tensors in shards; the shape of a tensor ends where its last box ends."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
     depth = next(iter(shards.values())).files_ahead()

@@ -142,7 +142,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of parameters in a model's file."""
+    """Return the parameters' shapes by name; raises CheckpointError if they are malformed."""
     try:
         if isinstance(shapes, dict) and all(isinstance(name, str) for name in shapes):
             return {name: sizes_of(value) for name, value in shapes.items()}
@@ -155,7 +155,7 @@ def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
 
 
 def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTensor:
-    """Return a parameter with its boxes in flat tensors."""
+    """Return a parameter as a tensor whose boxes are in flat tensors of ranks."""
     chosen = lines if stage == 3 else {0: lines[parameter.group]}
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
     size = item_bytes(dtype)
@@ -352,7 +352,7 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
 
 
 def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
-    """Return the tensors of parameters in the optimizers' files: flat ones, and scalars."""
+    """Return the tensors in the optimizers' files: flat ones, and scalars such as steps."""
     flat: _ByRank = {}
     scalars: _ByRank = {}
     dtypes: dict[str, str] = {}

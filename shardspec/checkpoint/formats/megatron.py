@@ -65,7 +65,7 @@ def _argument(state: TorchState, name: str) -> object:
 
 
 def _number(state: TorchState, name: str) -> int | None:
-    """Return an argument that is a whole number."""
+    """Return a recorded argument of the run; None unless it is a whole number."""
     value = _argument(state, name)
     return value if type(value) is int else None
 
@@ -298,7 +298,7 @@ def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
 
 
 def _folders(text: str) -> list[str]:
-    """Return the directories that the text of a tracker may stand for."""
+    """Return possible directories for the text of a tracker file: 10 is `iter_0000010`."""
     if text.isdecimal() and text.isascii():
         return [f"iter_{int(text):07d}", f"{_VERL_STEP}{int(text)}"]
     return [text] if _ITERATION.fullmatch(text) else []

@@ -215,7 +215,7 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
 
 
 def _sibling(name: str, number: int) -> str:
-    """Return the name of a file with another number."""
+    """Return the name that a file would have with another number."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None, name
     start, end = match.span(2)

@@ -175,7 +175,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
 def _parse_tensors(
     tensors: Mapping[str, object], mesh: DeviceMesh, path: StoragePath
 ) -> dict[str, Layout]:
-    """Return the layouts by tensor; equal layouts are one object."""
+    """Return the layout of each tensor from the parsed JSON; equal layouts share one object."""
     layout_of: dict[tuple[object, ...], Layout] = {}
     layouts = {}
     for name, value in tensors.items():

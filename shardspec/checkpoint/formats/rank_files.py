@@ -176,7 +176,7 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
 
 
 def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
-    """Return the directory of a file, and its pickle."""
+    """Return the zip directory of a `torch.save` file, and the bytes of its pickle."""
     with path.open() as file:
         archive = read_torch_zip(file)
         return archive, archive.pickle(file)

@@ -206,7 +206,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 
 def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files with whole tensors."""
+    """Return the catalog of safetensors files; each tensor is complete in one of them."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
     metadata: dict[str, tuple[str, StoragePath]] = {}
@@ -323,7 +323,7 @@ def agreed_metadata(source: Catalog, output: Wanted) -> dict[str, str]:
 
 
 def _open(path: StoragePath, _: OpenOptions) -> Catalog:
-    """Read the header of one safetensors file."""
+    """Return the catalog of one safetensors file; reads its header."""
     check_alone(path)
     return open_files(path, ModelFiles({path: frozenset()}))
 

@@ -85,7 +85,7 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files with whole tensors."""
+    """Return the catalog of `torch.save` files; each tensor is complete in one of them."""
     tensors: dict[str, StoredTensor] = {}
     extras: dict[str, object] = {}
     keys: dict[str, KeyPath] = {}

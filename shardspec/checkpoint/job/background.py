@@ -161,7 +161,7 @@ class BackgroundCommunicator(Communicator):
         return {device: pickle.loads(row[:size].tobytes()) for device, row, size in pairs}
 
     def _all(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Return the tensors of all ranks, one per row."""
+        """Gather a tensor from every rank; return them stacked, in the order of ranks."""
         import torch
 
         out = [torch.empty_like(value) for _ in self._ids]

@@ -1,4 +1,4 @@
-"""Plans resharding from checkpoint files to devices, runs such plans, and exports them as rows."""
+"""Plans how devices read a checkpoint, runs such plans, and exports the copies for other tools."""
 
 import io
 import json
@@ -177,7 +177,7 @@ class CheckpointReader:
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
-    """Refuse to fill tensors that partially overlap; tied ones share all their memory."""
+    """Raise LayoutError if tensors to fill partially share memory; tied tensors share all of it."""
     from shardspec.resharding.inputs import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}

@@ -242,7 +242,7 @@ def _save(
 
 
 def _check_free(path: StoragePath) -> None:
-    """Refuse a directory with a finished save."""
+    """Raise OutputExistsError if a directory contains a finished save."""
     if (path / INFO_NAME).taken():
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with ",
@@ -298,7 +298,7 @@ def _write_shards(
 
 
 def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
-    """Return a function that yields pieces unchanged and reports the bytes so far."""
+    """Return a function that passes pieces of files on, and reports their bytes to `progress`."""
     done = 0
 
     def passed_on(pieces: Pieces) -> Pieces:

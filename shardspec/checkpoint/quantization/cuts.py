@@ -117,7 +117,7 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
 
 
 def _in_blocks(layout: Layout, dim: int, side: int) -> str:
-    """Return the spec with cuts of a dim at multiples of a side."""
+    """Return the text of the spec with a dim split only at multiples of `side`."""
     cut = layout.spec.dim_specs[dim]
     blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
     return str(layout.spec.with_dims({dim: blocks}))
@@ -125,7 +125,7 @@ def _in_blocks(layout: Layout, dim: int, side: int) -> str:
 
 @lru_cache(1024)
 def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    """Return the distinct intervals of a dim on devices, without empty ones."""
+    """Return the distinct nonempty intervals into which devices divide a dim."""
     if not layout.spec.dim_specs[dim].axes:
         return []
     every = {each for device in layout.mesh.ids for each in layout.intervals(device)[dim]}

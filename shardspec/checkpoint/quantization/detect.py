@@ -140,7 +140,7 @@ def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
 
 
 def _blocks(weight: Coded, shape: Shape) -> Blocks:
-    """Return the block boundaries of codes of a known scheme."""
+    """Return the blocks of codes whose scheme is known."""
     lead = tuple(1 for _ in weight.lead)
     if weight.scheme.codes == "_blocks":
         return Blocks((*lead, 1, 1, shape[-1]))

@@ -232,7 +232,7 @@ def _shards(name: str, value: object, layout: Layout) -> "dict[int, torch.Tensor
 
 
 def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[Any, Any]:
-    """Return a weight as a DTensor of codes and one of scales."""
+    """Quantize a weight; return a DTensor of codes with `layout`, and one of scales with `grid`."""
     from shardspec.tensor.dtensor import DTensor
 
     pairs = {d: _in_blocks(name, shard) for d, shard in _shards(name, value, layout).items()}
@@ -245,7 +245,7 @@ def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[
 
 
 def _in_blocks(name: str, weight: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return codes and scales of a shard, as `merge` makes them."""
+    """Quantize a shard; return its codes and scales, equal to those that `merge` writes."""
     import torch
 
     high, wide = weight.shape[-2:]

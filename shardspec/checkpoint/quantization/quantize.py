@@ -366,7 +366,7 @@ def quantized_as(
 def _weights(
     source: Catalog, names: Iterable[str], how: Quantize, config: Mapping[str, object] | None
 ) -> tuple[list[_Weight], list[str]]:
-    """Return the weights to quantize, and the modules of other matrices."""
+    """Return the weights to quantize, and the names of modules with other matrices."""
     linear = LinearLayers(config or {})
     gpt_oss = linear.model_type == "gpt_oss"
     configs = [*sections(source.home), *sections_of(config)]

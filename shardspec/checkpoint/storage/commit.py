@@ -221,7 +221,7 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
 def _exchange(
     staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Replace an older directory by a staged one."""
+    """Give a finished staged directory the name of the one that it replaces."""
     fd = os.open(path, system_calls.DIRECTORY)
     try:
         if system_calls.lock(fd) is False:

@@ -79,7 +79,7 @@ class _Size(tuple[int, ...]):
 
 @lru_cache(1 << 17)
 def _size(value: object = ()) -> _Size:
-    """Return checked sizes; equal sizes are one object, since there are many."""
+    """Return sizes if all are whole numbers; equal sizes share one object to save memory."""
     return _Size(values.sizes_of(value))
 
 
@@ -121,7 +121,7 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
-    """Return the place of each entry."""
+    """Return the file, offset and length of each entry."""
     places: Places = {}
     files: dict[str, StoragePath] = {}
     for index, info in storage.items():

@@ -171,7 +171,7 @@ def _is_record(value: object, *names: str) -> TypeGuard[Record]:
 def _make_mesh(
     ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
 ) -> DeviceMesh:
-    """Return a mesh, one object for equal arguments."""
+    """Return a mesh; calls with equal arguments return the same object."""
     return DeviceMesh(ids, shape, axis_names=axis_names)
 
 
@@ -189,7 +189,7 @@ def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
 
 
 def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the offset of every element from the first one, in row-major order."""
+    """Return the row-major offsets of all elements with these sizes and strides."""
     steps = zip(sizes, strides, strict=True)
     return list(map(sum, product(*([stride * at for at in range(n)] for n, stride in steps))))
 

@@ -285,7 +285,7 @@ class _Unpickler:
         return int.from_bytes(data, "little", signed=True)
 
     def _fill(self, target: object, items: list[Any], code: int) -> None:
-        """Add items to a dict (SETITEM, SETITEMS), list (APPEND, APPENDS) or set (ADDITEMS)."""
+        """Carry out an instruction that adds items to a dict, a list or a set."""
         if code in b"ae" and isinstance(target, (list, Foreign)):
             target.extend(items)
         elif code in b"su" and isinstance(target, (dict, Foreign)):
@@ -299,7 +299,7 @@ class _Unpickler:
             raise TypeError
 
     def load(self) -> object:  # noqa: C901  # a case an opcode
-        """Return the value; raises RefusedError, or one of `_DAMAGE_ERRORS`."""
+        """Return the value of the pickle; raises RefusedError, or one of `_DAMAGE_ERRORS`."""
         data = self._data
         if len(data) > MAX_PICKLE_BYTES:
             raise RefusedError(_TOO_MUCH)

@@ -220,7 +220,7 @@ class Connection:
             raise CommunicatorError(f"rank {self.peer} has ended or given up this step")
 
     def _take(self, seconds: float) -> None:
-        """Read the signals that have arrived; wait only for the first one."""
+        """Read the signals that have arrived; wait up to `seconds` for the first one."""
         while not self._has_ended and self._poll.poll(seconds * 1e3):
             signal = b""
             with suppress(BlockingIOError):  # the process has ended, and nothing is left to read

@@ -409,7 +409,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Carry out an operation, unless it would write where that is refused."""
+        """Run an operation; raise `LayoutError` if it writes to a tensor where that is refused."""
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
@@ -534,7 +534,7 @@ def _seed(call: Call) -> int | None:
 
 
 def _sources(call: Call) -> list[torch.Generator]:
-    """Return the generators that a call may draw from, the given one first."""
+    """Return the random generators that a call may use, one among its arguments first."""
     given = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
     devices = {s.device for t in call.tensors for s in t.shards.values() if s.is_cuda}
     cuda = [torch.cuda.default_generators[device.index or 0] for device in devices]
@@ -542,7 +542,7 @@ def _sources(call: Call) -> list[torch.Generator]:
 
 
 def _place(layout: Layout, device: int | None) -> int:
-    """Return a number that is equal for devices that hold the same box."""
+    """Return a number that is equal for devices with the same box."""
     place, mesh = 0, layout.mesh
     if device is not None:
         at = mesh.coordinates(device)
@@ -553,7 +553,7 @@ def _place(layout: Layout, device: int | None) -> int:
 
 @contextmanager
 def _drawing(call: Call, seed: int | None) -> Iterator[None]:
-    """Draw random numbers from a seed; generators afterwards continue where they were."""
+    """Seed all generators within the block; restore their states afterwards."""
     if seed is None:
         yield
         return

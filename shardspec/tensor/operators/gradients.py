@@ -225,7 +225,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return the tracked tensors of an output, each with its initial gradient."""
+    """Return the shards of an output that autograd tracks, each with its initial gradient."""
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if is_torch_dtensor(start):

@@ -96,7 +96,7 @@ def _rows_of(
 def _loss(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> TensorLike | None:
-    """Return the loss of logits whose classes are whole on each device."""
+    """Return the loss of logits whose classes are not sharded."""
     given = _bound(function, args, kwargs)
     if given is None or not _is_plain(given["input"], given["target"]):
         return None

@@ -165,7 +165,7 @@ class TensorLike(torch.Tensor):
         return next((node.output_nr for node in self._nodes()), 0)
 
     def _is_leaf_with_gradient(self) -> bool:
-        """Return True if gradients are collected at its own shards."""
+        """Return True if gradients are collected at this tensor's own shards."""
         return self.requires_grad and self.is_leaf and not self._is_given
 
     def _mark_unusable(self, why: str) -> None:
@@ -228,7 +228,7 @@ class TensorLike(torch.Tensor):
         )
 
     def _memory(self) -> list[torch.Tensor]:
-        """Return tensors of this one's memory: the shards, or torch's DTensor without them."""
+        """Return the tensors that store the elements: the shards, or else torch's DTensor."""
         if isinstance(self._shards, dict):
             return list(self._shards.values())
         return [] if self._torch is None else [self._torch]
@@ -243,7 +243,7 @@ class TensorLike(torch.Tensor):
         return any(each.requires_grad for each in self._memory())
 
     def _become_part_of(self, base: "TensorLike") -> None:
-        """Note that this tensor is a view of another one."""
+        """Record that this tensor is a view of another one."""
         mine, theirs = list(self.shards.values()), list(base.shards.values())
         is_copy = any(
             one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
@@ -267,7 +267,7 @@ class TensorLike(torch.Tensor):
             )
 
     def _write(self, shards: Mapping[int, torch.Tensor]) -> None:
-        """Copy values into the shards, whose gradients then flow to `shards`."""
+        """Copy values into this tensor's shards; its gradients then flow to `shards`."""
         from shardspec.tensor.run import written
 
         own = self.shards
