@@ -173,7 +173,7 @@ def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
         ([place / "v0"], "cannot be read|no such"),
     ]
     delta(place / "v1", place / "v0", tmp_path / "back", version=0, base_version=1)
-    wrong.append(([one, tmp_path / "back"], "version 0, which the base is already"))
+    wrong.append(([one, tmp_path / "back"], "version 0, as the base does"))
     delta(place / "v2", place / "v3", tmp_path / "other", version=2, base_version=1)
     wrong.append(([one, tmp_path / "other"], "starts from a checkpoint with digest"))
     for deltas, problem in wrong:
@@ -284,7 +284,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"weight_map": {**ALL, "b": FILE}}, "do not agree on tensor 'b'"),
         ({"weight_map": {"a": FILE}}, "do not agree on tensor 'large'"),
         ({"weight_map": {**ALL, "b": "gone.safetensors"}}, "do not agree on 'gone"),
-        ({"sums": {"a": "0" * 32}}, "'a': with .* published"),
+        ({"sums": {"a": "0" * 32}}, "'a': after .* instead of"),
         ({"sums": {"a": "0" * 31}}, "'a' has no xxh3-128"),
         (
             {
@@ -296,7 +296,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ),
         (
             {"entries": {"a": frame(bytes(24001))}},
-            "24001 bytes as xor, for a tensor of 24000",
+            "24001 bytes of xor, for a tensor of 24000",
         ),
         ({"entries": {"a": frame(bytes(1 << 30))}}, "1073741824 bytes"),
         (
@@ -307,8 +307,8 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),
         ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
         ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
-        ({"about": {"digest": "0" * 32}}, "has digest"),
-        ({"about": {"tensor_digests": {"a": "0" * 32}}}, "has digest"),
+        ({"about": {"digest": "0" * 32}}, "the digest is"),
+        ({"about": {"tensor_digests": {"a": "0" * 32}}}, "the digest is"),
         ({"about": {"tensor_digests": {"a": "0" * 31}}}, "bad: tensor 'a': .* not a digest"),
         ({"about": {"tensor_digests": {"a": 0}}}, None),
         ({"about": {"tensor_digests": []}}, "tensor_digests"),
@@ -332,7 +332,7 @@ def test_a_stated_digest_counts_only_beside_a_checksum_that_shows_it(place, tmp_
         about = json.loads((place / f"{kind}-1" / INDEX).read_text())["metadata"]
         wrong = about["tensor_digests"] | {"a": "0" * 32}
         rewritten(place / f"{kind}-1", tmp_path / kind, about={"tensor_digests": wrong})
-    with pytest.raises(CheckpointError, match="has digest"):
+    with pytest.raises(CheckpointError, match="the digest is"):
         apply_delta(place / "v0", [tmp_path / "xor-xxh3-128"], tmp_path / "out")
     apply_delta(place / "v0", [tmp_path / "xor-adler32"], tmp_path / "out")
     assert digest(tmp_path / "out") == digest(state(1))
@@ -350,8 +350,8 @@ def places(count, at, values):
         (places(2, [5, 5], [7, 7]), "do not ascend"),
         (places(1, [24000], [7]), "past its 24000 bytes"),
         (places(1, [2**32 - 1], [7]), "past its 24000 bytes"),
-        (places(1, [5], [7, 7]), "10 bytes as overwrite"),
-        (b"", "0 bytes as overwrite"),
+        (places(1, [5], [7, 7]), "10 bytes of overwrite"),
+        (b"", "0 bytes of overwrite"),
     ],
 )
 def test_positions_are_checked(place, tmp_path, data, problem):
