@@ -126,7 +126,7 @@ def receipt_of(
         sums = LANES if name in plan.padded else LANES + 1
         if digest.sums[:sums] != arrived[name].sums[:sums]:
             values = f"its digest is {digest.value} there and {arrived[name].value} here"
-            raise fail(name, f"arrived changed: {values}; check the links")
+            raise fail(name, f"did not arrive unchanged: {values}; check the links")
     return Receipt(version, Digests(raw).require_complete())
 
 

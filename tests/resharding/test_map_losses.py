@@ -263,7 +263,7 @@ def test_sizes_in_the_words_of_a_config():
         assert (known["g"], known["q"], known["d"]) == (4, 1, 2)
     with pytest.raises(LayoutError) as error:
         target_shapes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}), SHAPES)
-    assert "the factors num_key_value_heads head_dim come to" in str(error.value)
+    assert "the factors num_key_value_heads head_dim give" in str(error.value)
     with pytest.raises(LayoutError, match="divides by num_key_value_heads, which is 0"):
         known_sizes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).sizes)
 

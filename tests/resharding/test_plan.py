@@ -149,7 +149,7 @@ def test_layouts_that_give_each_device_the_same_are_the_same():
     plan = plan_reshard({"w": Layout(flat, "[S0]", (8,), "float32")}, (DeviceMesh([9]), {}))
     got = plan.run({"w": DTensor(whole, grid, "[S(a,b)]")})
     assert torch.equal(got["w"].to_global(), whole)
-    with pytest.raises(LayoutError, match=r"'w' is laid out as \[S10\].*in the plan as \[S0\]"):
+    with pytest.raises(LayoutError, match=r"'w' has layout \[S10\].*but the plan has \[S0\]"):
         plan.run({"w": DTensor(whole, grid, "[S(b,a)]")})
 
 

@@ -325,8 +325,8 @@ def mismatch_error(
 ) -> CheckpointError:
     """Return the error for a value that differs between a file and another one, or all others."""
     return CheckpointError(
-        f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are not "
-        "of one save, restore those of one"
+        f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are of "
+        "different saves, restore those of one"
     )
 
 

@@ -281,7 +281,7 @@ def respoil(ckpt, change, rank=2):
         (
             lambda s: s.tensors.update(even=s.tensors["even"].float()),
             "tensor 'even' is bfloat16 of 2 dims in {first} and float32 of 2 in {path}; the files "
-            "are not of one save",
+            "are of different saves",
         ),
         (
             lambda s: s.info["even"].update(saved_offsets=[3, 0]),

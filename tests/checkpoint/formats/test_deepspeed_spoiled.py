@@ -123,7 +123,7 @@ def test_a_file_of_another_step_is_refused(run, stage):
             continue
         data = path.read_bytes()
         change(path, a_step_later)
-        assert "not of one save, restore those of one" in refused_by_command(place)
+        assert "of different saves, restore those of one" in refused_by_command(place)
         path.write_bytes(data)
 
 

@@ -143,8 +143,8 @@ def test_a_rank_of_another_iteration_or_version(tmp_path, key, value, problem):
     ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
     other = f"{ckpt}/mp_rank_02_000/model_optim_rng.pt"
     assert refused(ckpt) == (
-        f"{other}: {problem} in {ckpt}/mp_rank_00_000/model_optim_rng.pt; the files are not of "
-        "one save, restore those of one"
+        f"{other}: {problem} in {ckpt}/mp_rank_00_000/model_optim_rng.pt; the files are of "
+        "different saves, restore those of one"
     )
 
 

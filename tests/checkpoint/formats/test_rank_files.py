@@ -346,12 +346,12 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
         (
             {"w": torch.ones(3)},
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [3] float32 on 2 in {1}; the "
-            "files are not of one save",
+            "files are of different saves",
         ),
         (
             {"w": torch.ones(2, dtype=torch.int32)},
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
-            "files are not of one save",
+            "files are of different saves",
         ),
         ([torch.ones(2)], "{1}: contains a list, not a dict of tensors; save a state dict"),
         (
