@@ -75,7 +75,9 @@ def open_npz(place: StoragePath, _: OpenOptions) -> Catalog:
             own = info.pop("boxes", {})
             known = info if rank == 0 else known
             if info != known or known.get("ranks") != len(paths) or own.keys() != arrays.keys():
-                raise CheckpointError(f"{path}: is not of one save with the others; restore those")
+                raise CheckpointError(
+                    f"{path}: is of another save than the others; restore those of one save"
+                )
             held = {name: (tensor, tuple(map(tuple, box))) for name, (tensor, box) in own.items()}
         for name, (tensor, box) in held.items():
             shape, _, offset, digest, strides = arrays[name]
@@ -115,7 +117,7 @@ def read_file(path: StoragePath) -> tuple[dict[str, Any], dict[str, tuple[Any, .
                     strides if fortran else None,
                 )
     except (BadZipFile, ValueError, EOFError, struct.error) as error:
-        raise CheckpointError(f"{path}: is no file of NumPy's ({error}); restore it") from None
+        raise CheckpointError(f"{path}: is not a file of NumPy ({error}); restore it") from None
     return info, arrays
 
 
