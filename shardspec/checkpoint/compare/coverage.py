@@ -87,7 +87,7 @@ restore the missing file or save again
     same: dict[ReplicaKey, list[AnyBox]] = {}
     for stored in tensor.boxes:
         same.setdefault((stored.box, stored.addend), []).append(stored)
-    whole = whole_box(tensor.shape)
+    full = whole_box(tensor.shape)
     addends = [pending.addends for pending in tensor.pending]
     by_addend: dict[tuple[int, ...], list[AnyBox]] = {
         addend: [] for addend in product(*map(range, addends))
@@ -98,7 +98,7 @@ restore the missing file or save again
 
     for (box, addend), (first, *_) in same.items():
         problem = ""
-        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
+        if len(box) != len(full) or not contains(full, box) or any(lo >= hi for lo, hi in box):
             problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
         elif addend not in by_addend:
             problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
@@ -218,8 +218,8 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
     """Return True if both have equal digests of exactly their bytes, in the same order."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
-    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
-    return whole and a.digest.crc32 == b.digest.crc32
+    covers_all = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return covers_all and a.digest.crc32 == b.digest.crc32
 
 
 # --- all tensors of an output

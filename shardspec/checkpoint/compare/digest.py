@@ -120,9 +120,9 @@ def digest(
             )
         chosen = communicator or rank_state.communicator_of_state(source)
         if part:
-            what = rank_state.describe(source, chosen)
-            require_no_sums(what.layouts)
-            own = named_state(catalog_of(what, chosen), names, choice.drop)
+            described = rank_state.describe(source, chosen)
+            require_no_sums(described.layouts)
+            own = named_state(catalog_of(described, chosen), names, choice.drop)
             return Digests(_of_boxes(own, chosen, seed), seed)
         with chosen.telling():
             return _of_state(source, names, choice.drop, seed, chosen)
@@ -215,8 +215,8 @@ def named_state(source: Catalog, names: Names | None, drop: Patterns = ()) -> Ca
     shapes = {name: source.outline(name).shape for name in source.names}
     dropped = dropped_by(drop, shapes)
     if isinstance(names, Naming):
-        kept = {name: shape for name, shape in shapes.items() if name not in dropped}
-        maps = names.maps(kept, behind=dropped)
+        remaining = {name: shape for name, shape in shapes.items() if name not in dropped}
+        maps = names.maps(remaining, behind=dropped)
         return through(source, maps, dropped, {})
     if isinstance(names, NameMap):
         return MappedCatalog(source, names, dropped, {})

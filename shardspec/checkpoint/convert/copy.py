@@ -265,9 +265,9 @@ def read_box(
             if stored.computed is not None:
                 stored.computed.fill(part.start, part.steps, room, part.at)
                 return None
-            seen = None if checks is None or stored not in checks else partial(checks.add, stored)
+            hook = None if checks is None or stored not in checks else partial(checks.add, stored)
             read_into = _zeros if stored.path == ZEROS else files.file(stored.path).read_into
-            return _read(read_into, part, room, buffers.scratch, seen)
+            return _read(read_into, part, room, buffers.scratch, hook)
 
         crc = None
         if tensor.pending:
@@ -332,27 +332,27 @@ def _read(
     part: BlockPart,
     room: memoryview,
     scratch: memoryview,
-    seen: _Seen | None,
+    hook: _Seen | None,
 ) -> int | None:
     """Read a part into its block; return the CRC-32 if it is a single row and checked."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
         read_into(data, part.start)
-        return None if seen is None else seen(part.start, data)
+        return None if hook is None else hook(part.start, data)
     span, gap = 1, 0
     for length, by, _ in reversed(part.steps):
         gap = max(gap, by - span)
         span += (length - 1) * by
     if span <= len(scratch) and gap < _PAGE:
         read_into(scratch[:span], part.start)
-        if seen is not None:
-            seen(part.start, scratch[:span])
+        if hook is not None:
+            hook(part.start, scratch[:span])
         _spread(part, scratch, room)
         return None
     rows = max(1, min(len(scratch) // step, count - 1)) if gap < _PAGE else 1
     for lo in range(0, count, rows):
-        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
+        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, hook)
     return None
 
 
@@ -471,8 +471,8 @@ class Output:
                 self._total += extent.num_bytes
             if self.whole_files:
                 self._total += target.files[task[0][0]].other_bytes
-        whole = (file for file in target.files if not (self.whole_files and file.extents))
-        self._total += sum(file.other_bytes for file in whole)
+        others = (file for file in target.files if not (self.whole_files and file.extents))
+        self._total += sum(file.other_bytes for file in others)
         self._threads = max(1, min(threads, tasks))
         self._failed, self._lock = Event(), Lock()
 
@@ -517,14 +517,14 @@ class Output:
 
         def work(task: Extents) -> None:
             buffers = spare.pop()
-            wanted = (
+            upcoming = (
                 stretch
                 for extent in map(self._extent, task)
                 for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
             )
             try:
                 with OpenFiles() as files:
-                    files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
+                    files.will_read(self.source.directory, upcoming, AHEAD_BYTES // threads)
                     self._copy(task, files, buffers)
             except _Cancelled:
                 pass
@@ -546,8 +546,8 @@ class Output:
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         """Copy the extents of one task into their files."""
         if self.whole_files:
-            ((whole, _), *_) = task
-            self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
+            ((file_number, _), *_) = task
+            self._complete(file_number, lambda n: self._blocks(file_number, n, files, buffers))
             return
         with ExitStack() as stack:
             writers: dict[int, WriteAt] = {}
@@ -572,8 +572,8 @@ class Output:
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        wanted = self.digests or tensor.source in self.source.wants_digests
-        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
+        needs_digest = self.digests or tensor.source in self.source.wants_digests
+        digested = TensorDigest(tensor.dtype, tensor.shape) if needs_digest else None
         crc = done = 0
         for block, stored_crc in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block

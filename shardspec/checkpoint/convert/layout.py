@@ -19,7 +19,7 @@ ON_ONE_DEVICE: Final = DeviceMesh((0,), (1,))
 def layouts_by_rules(
     mesh: DeviceMesh,
     rules: Mapping[str, SpecLike],
-    wanted: Sequence[OutputTensor],
+    tensors: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
     """Return the layout of each tensor: by its rule, else by `otherwise`, else replicated.
@@ -28,10 +28,10 @@ def layouts_by_rules(
     >>> layouts_by_rules(DeviceMesh(range(2), (2,)), {"w": "[S0,R]"}, [tensor])["w"].spec
     ShardingSpec.parse('[S0,R]')
     """
-    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in wanted}, mesh)
+    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in tensors}, mesh)
     layouts = {}
     layout = lru_cache(None)(partial(Layout, mesh))
-    for tensor in wanted:
+    for tensor in tensors:
         spec = specs.get(tensor.name)
         if spec is None:
             spec = ShardingSpec(len(tensor.shape)) if otherwise is None else otherwise(tensor)
@@ -51,7 +51,7 @@ _MESH_AND_RULES: Final = (Argument("device_mesh"), " and ", Argument("rules"))
 
 
 def layouts_like(
-    other: Catalog, wanted: Sequence[OutputTensor]
+    other: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return the mesh of another checkpoint, and its layout of each tensor for these shapes."""
     if other.mesh is None:
@@ -79,16 +79,16 @@ def layouts_like(
             )
         return spec.without_partial()
 
-    return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
+    return other.mesh, layouts_by_rules(other.mesh, {}, tensors, spec_of)
 
 
 def layouts_given(
-    given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
+    explicit: Mapping[str, Layout], tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return the common mesh of explicit layouts, and the layouts without pending reductions."""
     layouts = {}
-    for tensor in wanted:
-        layout = given.get(tensor.name)
+    for tensor in tensors:
+        layout = explicit.get(tensor.name)
         if layout is None or layout.global_shape != tensor.shape:
             problem = (
                 "no layout is" if layout is None else f"the layout of {layout.global_shape} is"

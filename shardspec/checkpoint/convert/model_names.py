@@ -95,9 +95,9 @@ class ModelNames(CatalogNaming):
             )
         with _about_input():
             way = self._way(source, where, behind)
-            stated = self.config.get("padded_vocab")
+            padded_vocab = self.config.get("padded_vocab")
             for name, rows in self._lost_rows(source, way).items():
-                if rows.stop != stated:
+                if rows.stop != padded_vocab:
                     raise LayoutError(
                         f"{where}: {shown(name)} has {rows.stop} rows, and the config says "
                         f'vocab_size={rows.start}; add "padded_vocab": {rows.stop} to it'
@@ -115,15 +115,15 @@ class ModelNames(CatalogNaming):
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
         weights = without_optimizer(source.names)
-        wanted = {*weights} - {*dropped}
+        selected = {*weights} - {*dropped}
         extras = source.extras
         if choice is not None:
-            wanted &= {*wanted_names(source, choice)}
+            selected &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
-        _refuse_quantized(source, wanted)
-        gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
-        shapes = {name: source.outline(name).shape for name in wanted}
-        way = self._way(shapes, source.directory, behind={*weights} - wanted)
+        _refuse_quantized(source, selected)
+        gone = {name: source.outline(name).shape for name in source.names if name not in selected}
+        shapes = {name: source.outline(name).shape for name in selected}
+        way = self._way(shapes, source.directory, behind={*weights} - selected)
         model = way.model
         if way.renamed is not None:
             source = through(source, [way.renamed], gone, extras)
@@ -185,8 +185,8 @@ class ModelNames(CatalogNaming):
     def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
         """Return the rows of vocabulary padding that the target lacks, by tensor name."""
         vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
-        kept = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
-        if self.drop_rows or kept or self.names == way.format or not isinstance(vocab, int):
+        padded = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
+        if self.drop_rows or padded or self.names == way.format or not isinstance(vocab, int):
             return {}
         sizes = {new: shapes[old][0] for old, new in way.recognized.known.items() if shapes[old]}
         sides = (
@@ -210,13 +210,13 @@ class ModelNames(CatalogNaming):
         weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
-        gone = {
+        dropped_shapes = {
             name: origin.outline(name).shape for name in origin.names if name not in found.known
         }
         rules = tuple(((old,), (new,)) for old, new in found.known.items())
         own = _without(model, found)
         chain = chain_of(own, found.format, "hf", found.known.values())
-        files = through(origin, (NameMap(rules), *chain), gone, {})
+        files = through(origin, (NameMap(rules), *chain), dropped_shapes, {})
         lacking = {*files.names} - {*part.names} - {*part.facts.dropped}
         tensors = {name: (part, name) for name in part.names}
         tensors |= {name: (files, name) for name in lacking}
@@ -327,8 +327,8 @@ class Assembled(catalog.DerivedCatalog):
         parts: Mapping[str, tuple[catalog.Catalog, str]],
         others: Iterable[catalog.Catalog] = (),
     ) -> None:
-        kept = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
-        facts = replace(source.facts, keeps_dtype=frozenset(kept))
+        uncast = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
+        facts = replace(source.facts, keeps_dtype=frozenset(uncast))
         super().__init__(source, parts.keys(), source.extras, facts=facts)
         self._parts = parts
         owners = (*others, *(owner for owner, _ in parts.values()))

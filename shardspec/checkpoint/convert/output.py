@@ -660,13 +660,13 @@ def check_destination(
     with output.errors("written"):
         entry = path.look()
     kind = None if entry is None else _KINDS[entry.kind]
-    wanted = "a directory" if directory else "a file"
+    required = "a directory" if directory else "a file"
     parts = (_part_of_source(path, entry, each, directory) for each in source.sources)
     problem = next(filter(None, parts), "")
     if problem:
         pass
-    elif kind not in (None, wanted):
-        problem = f"is {kind}; name {wanted} to write"
+    elif kind not in (None, required):
+        problem = f"is {kind}; name {required} to write"
     elif not overwrite and path.taken():
         raise output_exists(output)
     else:

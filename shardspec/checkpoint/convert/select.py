@@ -152,14 +152,14 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
                 f"the expression {pattern!r} matches no name selected in {source.directory}; "
                 f"the names start with {first_names(names)}"
             )
-    wanted = []
+    selected = []
     for name in names:
         tensor = source.outline(name)
         stays = keeps_dtype(name) or name in source.facts.keeps_dtype
         casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
-        wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
-    return sorted(wanted, key=lambda tensor: tensor.name)
+        selected.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
+    return sorted(selected, key=lambda tensor: tensor.name)
 
 
 def _float_dtype(dtype: str) -> str:
@@ -209,9 +209,9 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
 
 
 def carried_values(
-    source: Catalog, choice: Choice, wanted: Sequence[OutputTensor], *, objects: bool
+    source: Catalog, choice: Choice, tensors: Sequence[OutputTensor], *, objects: bool
 ) -> Carried:
-    """Return the entries to copy besides the `wanted` tensors.
+    """Return the entries to copy besides `tensors`.
 
     With `objects`, entries that only torch could unpickle are copied unread. Raises
     CheckpointError if two entries would get the same name.
@@ -228,7 +228,7 @@ def carried_values(
                     f"{tensor.name!r} in its pickle is not cast; exclude the entry, or choose "
                     "another format"
                 )
-    old = {tensor.name: tensor.source for tensor in wanted}
+    old = {tensor.name: tensor.source for tensor in tensors}
     for name, new in names.items():
         if new in old:
             raise CheckpointError(
@@ -286,10 +286,10 @@ def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     >>> plain_names({"step": 7, "rng": OpaqueValue("a generator")}, Choice(rename={"^": "x."}))
     {'step': 'x.step'}
     """
-    wanted = [
+    selected = [
         name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
     ]
-    return renamed_names(wanted, choice.rename)[0]
+    return renamed_names(selected, choice.rename)[0]
 
 
 # --- names and shapes of a map
@@ -439,10 +439,10 @@ class MappedCatalog(DerivedCatalog):
             self._padding.setdefault(target, []).append(side)
         self._shapes = targets
         facts = source.facts
-        kept = (e.target for e in report.equations if e.source in facts.keeps_dtype)
+        uncast = (e.target for e in report.equations if e.source in facts.keeps_dtype)
         facts = replace(
             facts,
-            keeps_dtype=frozenset(kept),
+            keeps_dtype=frozenset(uncast),
             dropped=behind,
             paths=fitting_paths(facts.paths, extras, self._equations),
             objects={name: facts.objects[name] for name in facts.objects if name in extras},
@@ -466,8 +466,8 @@ class MappedCatalog(DerivedCatalog):
         bounded(len(boxes))
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
-            whole = tuple((0, factor.length) for factor in factors)
-            parts = parts_of_view(side, whole, [0] * len(whole)) if box_size(whole) else ()
+            full_box = tuple((0, factor.length) for factor in factors)
+            parts = parts_of_view(side, full_box, [0] * len(full_box)) if box_size(full_box) else ()
             boxes += [StoredBox(part, (), 0, ZEROS, 0) for part, _, _ in parts]
         return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes))
 

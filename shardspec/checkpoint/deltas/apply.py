@@ -46,8 +46,8 @@ class _Delta(NamedTuple):
 def read_delta(place: StoragePath) -> _Delta:
     """Return the delta in a directory; raises CheckpointError if it is inconsistent."""
     index = file_inside(place, DELTA_INDEX, place)
-    stated = read_json(index, "index")
-    about = checked(stated.get("metadata"), dict, index, "metadata")
+    content = read_json(index, "index")
+    about = checked(content.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")
     if encoding is None:
         raise CheckpointError(f"{place}: is a full checkpoint, not a delta; name it as the base")
@@ -59,7 +59,7 @@ def read_delta(place: StoragePath) -> _Delta:
     version, base = (_version(about.get(key), index) for key in ("version", "base_version"))
     checksum = checked(about.get("checksum_format"), str, index, "checksum_format")
     digits = len(new_hash(checksum, index).hexdigest())
-    file_of = checked(stated.get("weight_map"), dict, index, "weight_map")
+    file_of = checked(content.get("weight_map"), dict, index, "weight_map")
     values = checked(about.get("tensor_digests", {}), dict, index, "tensor_digests")
     patches: dict[str, Patch] = {}
     files = {name for name in place.names() if name.endswith(".safetensors")}
@@ -103,15 +103,15 @@ def read_delta(place: StoragePath) -> _Delta:
     return _Delta(place, version, base, digest, base_digest, patches)
 
 
-def _text(stated: object) -> str | None:
-    return stated if isinstance(stated, str) else None
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
-def _version(stated: object, index: StoragePath) -> str:
+def _version(value: object, index: StoragePath) -> str:
     """Return a version as text: "000007" and 7 are "7"."""
-    if not isinstance(stated, str | int) or isinstance(stated, bool):
+    if not isinstance(value, str | int) or isinstance(value, bool):
         raise CheckpointError(f"{index}: has no version and base_version; make the delta again")
-    return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
+    return str(int(value)) if _NUMBER.fullmatch(str(value)) else str(value)
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
@@ -176,12 +176,12 @@ class DeltaCatalog(ComputedCatalog):
             if last.digest is not None and last.checksum_format == "xxh3-128":
                 at = base.outline(name)
                 try:
-                    stated = TensorDigest.of_value(last.digest, at.shape, at.dtype)
+                    digest = TensorDigest.of_value(last.digest, at.shape, at.dtype)
                 except CheckpointError as error:
                     raise CheckpointError(
                         f"{last.path.parent}: tensor {shown(name)}: {error}; publish it again"
                     ) from None
-                self._stated[name] = stated
+                self._stated[name] = digest
         if chain[-1].digest is not None:
             self.wants_digests = frozenset(self.names) - self._stated.keys()
 

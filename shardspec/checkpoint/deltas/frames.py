@@ -234,9 +234,9 @@ class _Overwrite:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))
         self._tensor, self._path = tensor, patch.path
         self._unread, self._last = (patch.content_bytes - 4) // 5, -1
-        stated = int(self._positions.fill(np.empty(4, np.uint8)).view("<u4")[0])
-        if stated != self._unread:
-            raise self._wrong(f"declares {stated} positions and has {self._unread}")
+        declared = int(self._positions.fill(np.empty(4, np.uint8)).view("<u4")[0])
+        if declared != self._unread:
+            raise self._wrong(f"declares {declared} positions and has {self._unread}")
         skipped, room = 4 + 4 * self._unread, np.empty(_POSITIONS, np.uint8)
         while skipped:
             skipped -= len(self._values.fill(room[: min(skipped, len(room))]))

@@ -106,7 +106,7 @@ def _report_unheard() -> None:
         os._exit(1)  # an atexit function cannot set the exit code in another way
 
 
-def copied(what: Described) -> Described:
+def copied(state: Described) -> Described:
     """Return a copy of a state dict in host memory."""
     import torch
 
@@ -119,10 +119,10 @@ def copied(what: Described) -> Described:
             copies[id(shard)] = new.copy_(shard.detach())
         return copies[id(shard)]
 
-    shards = {name: {d: copy(s) for d, s in of.items()} for name, of in what.shards.items()}
-    flat = what.flat
-    kept = replace(flat, tensors={}, values=deepcopy(flat.values))
-    return replace(what, flat=kept, shards=shards)
+    shards = {name: {d: copy(s) for d, s in of.items()} for name, of in state.shards.items()}
+    flat = state.flat
+    values = replace(flat, tensors={}, values=deepcopy(flat.values))
+    return replace(state, flat=values, shards=shards)
 
 
 class BackgroundCommunicator(Communicator):

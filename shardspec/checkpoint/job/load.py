@@ -124,7 +124,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    wanted = Choice(dtype=dtype, **selection)
+    full_choice = Choice(dtype=dtype, **selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # a rank without shards cannot tell which ranks take part
@@ -137,7 +137,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job, all ranks fail together if one of them cannot open the checkpoint.
         source, choice = agree(
-            chosen, lambda: _opened(directory, names, wanted, all_of_it=into is None)
+            chosen, lambda: _opened(directory, names, full_choice, all_of_it=into is None)
         )
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -183,19 +183,19 @@ class Reading(NamedTuple):
 
 
 def _selected(source: Catalog, choice: Choice) -> list[OutputTensor]:
-    wanted = select(source, choice) if source.names else []
+    tensors = select(source, choice) if source.names else []
     if choice.dtype is not None:
-        refuse_casts(source, [tensor.source for tensor in wanted], dtype_name(choice.dtype))
-    return wanted
+        refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
+    return tensors
 
 
 def _plan_by_rules(
     source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
 ) -> Reading:
-    wanted = _selected(source, choice)
-    old = {tensor.name: tensor.source for tensor in wanted}
+    tensors = _selected(source, choice)
+    old = {tensor.name: tensor.source for tensor in tensors}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
-    renamed, values, kept = dict(old), {}, {}
+    renamed, values, unchanged = dict(old), {}, {}
     if source.facts.restored:
         for name, new in plain_names(source.extras, choice).items():
             if new in old:
@@ -204,12 +204,12 @@ def _plan_by_rules(
                     "them different names"
                 )
             renamed[new], values[new] = name, source.extras[name]
-        kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
+        unchanged = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
     paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
-    paths |= kept
+    paths |= unchanged
     # Raises for names such as "a" and "a.b" before anything is read.
     unflatten(paths, lambda _: None)
-    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    layouts = layouts_by_rules(mesh, rules, tensors, as_saved)
     check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
     return Reading(source, old, layouts, paths=paths, values=values)
 
@@ -242,9 +242,9 @@ def _plan_into(
     source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
 ) -> Reading:
     state = rank_state.describe(into, communicator)
-    wanted = _selected(source, choice)
-    names = {tensor.name: tensor.source for tensor in wanted}
-    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
+    tensors = _selected(source, choice)
+    names = {tensor.name: tensor.source for tensor in tensors}
+    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
     values = {new: source.extras[name] for name, new in plain_names(source.extras, choice).items()}
     # Other formats store a list of dicts as one value.
     values |= spread(values, {})[0]
