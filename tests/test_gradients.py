@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from shardspec import DeviceMesh, DTensor, ShardingSpec
 from shardspec.errors import LayoutError
@@ -323,3 +324,52 @@ def test_the_gradient_of_a_gradient_of_addends(op):
     torch.testing.assert_close(first.to_global(), share * 4 * square * total)
     (second,) = AUTOGRAD.grad(first.to_global().square().sum(), tensor)
     torch.testing.assert_close(second.to_global(), share**3 * 96 * square**2 * total)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, tensor: Any, use: Any = None) -> Any:
+        return 2 * tensor if use is None else 2 * use(tensor)
+
+    @staticmethod
+    def backward(_: Any, gradient: Any) -> Any:
+        return 2 * gradient, None
+
+
+USES = {
+    "sum": lambda t: t.sum(),
+    "shard": lambda t: t.to_local(0),
+    "global": lambda t: t.to_global(),
+    "converted": lambda t: t.redistribute("[R,R]"),
+    "part": lambda t: t[0],
+    "flag": lambda t: t.requires_grad,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("of", ["a leaf", "a computed tensor"])
+def test_an_autograd_function_of_a_dtensor_never_loses_a_gradient_unsaid(use, of):
+    apply: Any = _Doubled.apply
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]")
+    tensor = leaf if of == "a leaf" else 3 * leaf
+    with pytest.raises(LayoutError, match="Function"):
+        use(apply(tensor))
+    with pytest.raises(LayoutError, match="Function"):
+        apply(tensor, lambda t: t.to_global()).sum().backward()
+    untracked: Any
+    for untracked in (leaf.detach(), DTensor(WHOLE, MESH, "[S0,R]"), tensor.detach()):
+        use(apply(untracked))
+        assert torch.equal(apply(untracked).to_global(), 2 * untracked.to_global())
+    with torch.no_grad():
+        use(apply(tensor))
+    with pytest.raises(LayoutError, match="use_reentrant=False"):
+        checkpoint(lambda t: 2 * t, tensor, use_reentrant=True).sum().backward()
+    # Tracked later, or no longer.
+    later = DTensor(WHOLE.clone(), MESH, "[S0,R]").requires_grad_()
+    with pytest.raises(LayoutError, match="Function"):
+        use(apply(later))
+    use(apply(later.requires_grad_(False)))
+    written = DTensor(WHOLE.clone(), MESH, "[S0,R]")
+    written.add_(leaf)
+    with pytest.raises(LayoutError, match="Function"):
+        use(apply(written))

@@ -210,6 +210,36 @@ def slowest_link(links: Iterable[Link], name: str) -> Link:
     )
 
 
+def check_links(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> None:
+    """Raise `MeshError` if two clusters, each with its devices, price a pair of them differently.
+
+    >>> fast, slow = Cluster(Link(0.0, 1e-12, "fast")), Cluster(Link(0.0, 1e-11, "slow"))
+    >>> check_links([(fast, range(4)), (slow, range(3, 6))])  # share one device, so no pair
+    >>> check_links([(fast, range(4)), (slow, range(2, 6))])
+    Traceback (most recent call last):
+    shardspec.errors.MeshError: devices 2 and 3 differ in links between two meshes (one: 0 µs, \
+1000 GB/s; other: 0 µs, 100 GB/s); give links= for both
+    """
+    for (one, ids), (other, other_ids) in combinations(parts, 2):
+        if one == other:
+            continue
+        shared = sorted(set(ids).intersection(other_ids))
+        hosts = one.by_host(shared).values()
+        # A pair inside a host, and a pair of two hosts, stand for all.
+        pairs = [host[:2] for host in hosts if len(host) > 1][:1]
+        pairs += [tuple(host[0] for host in hosts)[:2]] if len(hosts) > 1 else []
+        for a, b in pairs:
+            if one.link(a, b) != other.link(a, b):
+                links = (
+                    Link(*cluster.link(a, b), name)
+                    for cluster, name in ((one, "one"), (other, "other"))
+                )
+                raise MeshError(
+                    f"devices {a} and {b} differ in links between two meshes "
+                    f"({'; '.join(map(str, links))}); give links= for both"
+                )
+
+
 def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
     """Return one cluster that joins several; each part is a cluster and its device ids.
 

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.comm import curves, presets
-from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
+from shardspec.comm.cluster import (
+    Cluster,
+    check_links,
+    cluster_of_axes,
+    joined_clusters,
+    slowest_link,
+)
 from shardspec.comm.cluster_file import read_earlier_profile
 from shardspec.comm.curves import (
     EXCHANGE_KIND,
@@ -492,8 +498,14 @@ def _models_of(
             )
         elif mesh not in models:
             models[mesh] = _on_cluster(mesh, each if each is not None else uniform)
-    clusters = [(model.cluster, mesh.ids) for mesh, model in models.items() if model.cluster]
-    cluster = joined_clusters(clusters)
+    clusters = {mesh: model.cluster for mesh, model in models.items() if model.cluster}
+    # A cluster has two links, so it has the exact link of each pair unless three were declared.
+    exact = {mesh for mesh, each in zip(axes, own, strict=True) if len(set(each)) == 1}
+    for mesh, each in declared.items():
+        if isinstance(each, str | Cluster) or (isinstance(each, tuple) and len(set(each)) < 3):
+            exact.add(mesh)
+    check_links([(clusters[mesh], mesh.ids) for mesh in meshes if mesh in exact])
+    cluster = joined_clusters([(each, mesh.ids) for mesh, each in clusters.items()])
     return tuple((mesh, replace(models[mesh], cluster=cluster)) for mesh in meshes)
 
 

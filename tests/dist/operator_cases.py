@@ -105,11 +105,17 @@ def _condition(tensors: Sequence[torch.Tensor], scheme: str, mesh: DeviceMesh) -
     return next((name for name in ("empty", "uneven", "even") if name in conditions), None)
 
 
-def cases(mesh: DeviceMesh, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
-    """Yield the cases, so many of an operator, scheme and condition at most."""
+def cases(
+    mesh: DeviceMesh, most: int, names: Sequence[str] = (), share: tuple[int, int] = (0, 1)
+) -> Iterator[Case]:
+    """Yield at most ``most`` cases for each operator, scheme and condition.
+
+    With ``share=(k, n)`` only those of the operators k, k + n, k + 2 n and so on.
+    """
     # What is computed element by element is much alike, and comes last.
     alike = (UnaryUfuncInfo, BinaryUfuncInfo)
-    for op in sorted(range(len(op_db)), key=lambda place: isinstance(op_db[place], alike)):
+    chosen = range(share[0], len(op_db), share[1])
+    for op in sorted(chosen, key=lambda place: isinstance(op_db[place], alike)):
         info = op_db[op]
         if names and info.name not in names:
             continue

@@ -338,7 +338,7 @@ def main() -> None:
     part, parts = map(int, options.share.split("/"))
     shape = tuple(map(int, options.mesh.split("x")))
     mesh = DeviceMesh(range(prod(shape)), shape)
-    chosen = (case for case in cases(mesh, options.most, options.names) if case.op % parts == part)
+    chosen = cases(mesh, options.most, options.names, (part, parts))
     found = sweep(mesh, chosen, lambda line: print(line, flush=True), simulated=options.simulated)
     print(table(found))
     if options.reasons:

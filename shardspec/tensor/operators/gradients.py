@@ -134,6 +134,7 @@ class Differentiable(TensorLike):
         """Detach the tensor from its history in place; return the tensor itself."""
         for node in self._nodes():
             node.detach_()
+        self._show_tracking(False)
         return self
 
     @outside_graphs

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -48,13 +48,32 @@ class PartOf:
     """True if the view was gathered, so that its shards are not in the base's memory."""
 
 
+def _refuse(_gradient: object) -> NoReturn:
+    """Refuse a gradient that torch tracks for a DTensor instead of for its shards."""
+    raise LayoutError(
+        "a torch.autograd.Function loses the gradient of a DTensor; give it to_local() or "
+        "to_torch(), and checkpoint with use_reentrant=False"
+    )
+
+
+_OF_TORCH: Final[Any] = torch._C.TensorBase
+"""The members that `TensorLike` replaces."""
+_REFUSED: Final = {0: _refuse}
+"""The hooks of a DTensor for torch's own gradients."""
+
+
 class TensorLike(torch.Tensor):
     """A tensor without memory: shards, with torch's functions by `tensor.operators.apply`.
 
-    Autograd tracks the shards; for torch's own code the tensor itself never requires a gradient.
+    Autograd tracks the shards. Only a `torch.autograd.Function` asks the tensor itself for history,
+    and would lose the gradient. So the tensor has the flag of its shards, and what the Function
+    returns, or passes back, is refused.
     """
 
-    __slots__ = ("_is_given", "_part_of", "_shards", "_torch", "_writes", "communicator", "layout")
+    __slots__ = (
+        *("_is_checked", "_is_given", "_part_of", "_shards", "_torch", "_writes"),
+        *("communicator", "layout"),
+    )
 
     # torch's stubs declare these members as writable, and `layout` as a kind of memory.
     layout: Layout  # type: ignore[assignment]
@@ -63,6 +82,8 @@ class TensorLike(torch.Tensor):
     """The communicator that moves shards between devices."""
     _part_of: PartOf | None
     """The tensor that this is a view of; None if it is no view."""
+    _is_checked: bool
+    """True if no `torch.autograd.Function` has returned the tensor."""
     _is_given: bool
     """True if the caller passed the shards, so that the tensor is no leaf even if they are."""
     _writes: int
@@ -88,16 +109,19 @@ class TensorLike(torch.Tensor):
         shards: dict[int, torch.Tensor] | None,
         tensor: "TorchDTensor | None" = None,
     ) -> Self:
-        of_device = tensor if shards is None else next(iter(shards.values()), None)
+        memory = list(shards.values()) if shards is not None else [] if tensor is None else [tensor]
         result: Self = cls._make_wrapper_subclass(
             cls,
             layout.global_shape,
             dtype=torch_dtype(layout.dtype),
-            device=None if of_device is None else of_device.device,
+            device=memory[0].device if memory else None,
         )
         result.layout, result.communicator = layout, communicator
         result._torch, result._shards = tensor, shards
         result._part_of, result._is_given, result._writes = None, False, 0
+        result._is_checked = False
+        if any(each.requires_grad for each in memory):
+            result._show_tracking(True)
         return result
 
     @property
@@ -147,7 +171,15 @@ class TensorLike(torch.Tensor):
         """Start or stop tracking gradients; return the tensor itself."""
         for node in self._nodes():
             node.requires_grad_(requires_grad)
+        self._show_tracking(requires_grad)
         return self
+
+    def _show_tracking(self, tracked: bool) -> None:
+        """Let a `torch.autograd.Function` see that gradients are tracked, to refuse its own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _OF_TORCH.requires_grad.__set__(self, tracked)
+            if tracked:
+                _OF_TORCH._backward_hooks.__set__(self, _REFUSED)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -252,7 +284,17 @@ class TensorLike(torch.Tensor):
         self._part_of = PartOf(base, base._version, base._is_tracked(), is_copy)
 
     def _check_current(self) -> None:
-        """Raise `LayoutError` if this is a view that does not see a later write to its base."""
+        """Raise `LayoutError` if values or gradients are lost.
+
+        Those of a view that does not see a later write to its base, or of the result of a
+        `torch.autograd.Function`.
+        """
+        # A Function runs without gradients, and marks its result when it ends.
+        if not self._is_checked and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                if _OF_TORCH.grad_fn.__get__(self) is not None:
+                    _refuse(None)
+            self._is_checked = True
         part = self._part_of
         if part is None:
             return
@@ -282,5 +324,6 @@ class TensorLike(torch.Tensor):
         if torch.is_grad_enabled() and any(new.requires_grad for new in shards.values()):
             self._shards = {device: written(own[device], shards[device]) for device in own}
             self._torch = None
+            self._show_tracking(True)
 
     __hash__, __format__, __dir__ = object.__hash__, object.__format__, object.__dir__
