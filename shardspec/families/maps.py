@@ -1,8 +1,7 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-A map between two of these is made of two maps: from the source to the names in files of
-transformers, and from those to the target. If names of a source may be spelled in several ways, the
-first map unifies them, and the second one reports missing tensors.
+Maps lead through the names in files of transformers: one map to them, and one from them. If names
+may be spelled in several ways, the first map unifies them, and the second reports missing tensors.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Describes what a transport moves at once: boxes, where they are in memory, and in which order.
 
-A stage is split into waves, groups of messages that are in flight together. Only this module packs
-boxes into messages and unpacks them.
+A wave is the messages of a stage that are in flight together. Only this module packs messages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
