@@ -86,7 +86,7 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A pending reduction, over a mesh axis or of several checkpoints; readers finish it."""
+    """A reduction that readers finish: pending over a mesh axis, or a sum of checkpoints."""
 
     op: ReduceOp
     addends: int
@@ -329,7 +329,7 @@ class Catalog:
         """Check the digests of the written tensors, before the output is published."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files, and those in `beside`, are unchanged since opening.
+        """Check that the checkpoint's files, and those in `beside`, are unchanged since opening.
 
         Call it after all reads.
         """
@@ -496,7 +496,7 @@ _shape = lru_cache(1024)(box_shape)
 
 
 class FileEntry(NamedTuple):
-    """One file of a rank; the boxes of one tensor are adjacent, in the order of their bytes."""
+    """One file of a rank; the boxes of one tensor follow each other in the file."""
 
     name: str
     rank: int
@@ -566,7 +566,7 @@ class OutputFile(NamedTuple):
 
 
 def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> list[RawBytes]:
-    """Return a range of another file, to be written at `offset`; it is read at that time."""
+    """Return a range of another file, to be written at `offset`; it is read while writing."""
 
     def piece(at: int) -> bytes:
         with path.open() as file:

@@ -78,7 +78,7 @@ def open_checkpoint(
     ranks: int | None = None,
     source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> Catalog:
-    """Open a checkpoint; its metadata is read and checked, its data is not.
+    """Open a checkpoint: read and check the metadata, but read no data.
 
     `path` is a directory in a supported format, a file of one rank in it, one safetensors file, one
     file of `torch.save`, or the index of several; on this machine, or the URL of an object store.
@@ -176,7 +176,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
 
 
 def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
-    """Return the checkpoint in a directory, which may be that of a run with several."""
+    """Return the checkpoint in a directory; in the directory of a run, the newest one."""
     newest = None if format.newest is None else format.newest(place, names)
     if newest is None:
         return _Place(place, place, format)

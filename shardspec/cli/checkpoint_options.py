@@ -45,7 +45,7 @@ checkpoints_argument: Final = click.argument(
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """The facts that a user gives about a checkpoint whose format does not record them."""
+    """Options for facts about a checkpoint that its format does not record, such as --ranks."""
 
     ranks: int | None
     source_rules: Path | None
@@ -83,7 +83,7 @@ source_options: Final = grouped(
 
 @dataclass(frozen=True, slots=True)
 class SumOptions:
-    """The checkpoints that are added to others, and the weight of each."""
+    """Options for sums: the checkpoints that are added, and the weight of each."""
 
     weights: tuple[float, ...] | None
     plus: PurePath | None

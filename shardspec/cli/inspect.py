@@ -136,7 +136,7 @@ def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -
 
 
 def _json(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield the JSON of a summary in pieces; that of 100,000 tensors would take 200 MiB at once."""
+    """Yield the JSON of a summary in pieces: for 100,000 tensors it has 200 MiB."""
     yield f'{json.dumps(summary.facts())[:-1]}, "tensors": ['
     for at, name in enumerate(summary.names):
         yield f"{', ' if at else ''}{json.dumps(summary.tensor_facts(name))}"

@@ -322,7 +322,7 @@ class ClusterOptions:
         return [(mesh, models[mesh]) for mesh in meshes]
 
     def _said(self, links: ClusterLinks, axes: int) -> Links | None:
-        """Return the links of all meshes; None if each has its own, or they are assumed."""
+        """Return the links in the options; None without any, so that meshes have their own."""
         if self.between is not None or self.per_node is not None:
             alone = self.links is not None and len(links.names) == 1
             refuse_if(not alone, "--between and --per-node need one name as --links")
@@ -356,7 +356,7 @@ cluster_options: Final = grouped(
 
 
 def _per_axis(values: tuple[T, ...], axes: int) -> tuple[T, ...]:
-    """Return a value for each axis, given as many values, one for all, or none."""
+    """Return one value per axis; a single value is for all axes, and none stays none."""
     if len(values) in (0, axes):
         return values
     if len(values) == 1:

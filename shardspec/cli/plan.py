@@ -155,7 +155,7 @@ def _first_green(table: str) -> str:
 
 
 def _styled(text: str) -> str:
-    """Return a plan's text with its title bold and its assumptions dim, if on a terminal."""
+    """Return a plan's text; on a terminal the title is bold, and assumptions are dim."""
     first, *lines = printable(text, keep="\n").split("\n")
     aside = ("per device; ", "accuracy: ", "nothing to do: ", "  ")
     texts = (styled(line, dim=True) if line.startswith(aside) else line for line in lines)

@@ -63,7 +63,7 @@ class LinkPreset:
 
     @property
     def link(self) -> Link:
-        """The link inside hosts, or else the one between them."""
+        """The link inside hosts; in a file without one, the link between hosts."""
         link = self.inside or self.between
         assert isinstance(link, Link), "a file has at least one link"
         return link

@@ -228,7 +228,7 @@ class CostModel:
         return prod(self.mesh_shape[axis] for axis in axes)
 
     def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
-        """Return the links of a group inside its nodes, and those between its nodes."""
+        """Return the links of a group along axes: inside nodes, and between nodes."""
         inside: list[tuple[Link, int]] = []
         across: list[tuple[Link, int]] = []
         for axis in axes:
@@ -409,7 +409,7 @@ def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
 
 
 def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
-    """Return the model of a mesh reduced to some axes; the others must have one device.
+    """Return the model of a mesh reduced to some axes; other axes must have one device.
 
     >>> model_on_axes(CostModel((2, 1), (Link(1e-5, 0), Link(0, 0))), [0]).mesh_shape
     (2,)

@@ -127,7 +127,7 @@ class Notes:
             self._send_refused()
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks and return theirs by rank; all of them call this.
+        """Exchange notes with some ranks; return their notes by rank. All of these ranks call this.
 
         Stops at the first note that differs from this rank's. Raises `CommunicatorError` if a rank
         does not answer within the timeout.
@@ -184,13 +184,13 @@ class Notes:
         self._send_refused()
 
     def fail_for(self, error: BaseException, mine: Note, notes: Iterable[Note]) -> None:
-        """Send an error to ranks that wait for this one in another mesh than that of `mine`."""
+        """Send an error to ranks that wait for this rank in another mesh than the note `mine`."""
         waiting = {rank for note in notes if self.rank in note.ranks for rank in note.ranks}
         if waiting - mine.ranks:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
     def _send_refused(self) -> None:
-        """Send notes of failure, unless another thread converts and sends them at its end."""
+        """Send notes of failure, unless another thread converts, which sends them when it ends."""
         while self._refused and (self.is_mine or self._lock.acquire(blocking=False)):
             try:
                 note, peers = self._refused.popleft()

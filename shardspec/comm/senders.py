@@ -68,7 +68,7 @@ _OVERSHOOT: Final = 1.9
 def overlaps(
     have: Sequence[Box], want: Iterable[Box]
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield each box of `want` with the boxes of `have` that it meets: indices and intersections.
+    """Yield each box of `want`, with (index, intersection) of the boxes of `have` that overlap it.
 
     Boxes must not be empty. Boxes of `want` must be in ascending order of their first rows, unless
     the boxes of `have` form a grid, as those of a layout do.
@@ -249,7 +249,7 @@ class Senders:
         """Set of holders to the end of the stretch of each holder."""
 
     def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
-        """Return the senders of a range of their holders' sequence, in order, with their bytes."""
+        """Return (sender, bytes) pairs for a range in the sequence of a set of holders."""
         if len(holders) == 1:
             return [(holders[0], num_bytes)]
         stops, stop, stretches = self.ends[holders], start + num_bytes, []

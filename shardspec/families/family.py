@@ -186,7 +186,7 @@ def read_family(text: str, name: str) -> Family:
 
 
 class _Reader:
-    """Reads the rows of a text; errors name their line."""
+    """Reads the rows of a family's TOML; errors name the line."""
 
     def __init__(self, text: str, name: str) -> None:
         self._lines, self._name = text.splitlines(), name

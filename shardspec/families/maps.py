@@ -183,7 +183,7 @@ def _identity(model: Model, place: str) -> NameMap:
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map from all spellings to the usual one; None if each name has only one."""
+    """Return the map from all spellings to the usual ones; None if names have one spelling."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
         for own, variants in _tensors(model):
@@ -239,7 +239,7 @@ def _to_saved(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield each tensor of Megatron-core, and its variants as (stored side, own side).
+    """Yield each tensor of Megatron-core with the ways to store it: (stored side, own side).
 
     The first variant is that of `torch_dist`: uniform layers stacked, and all experts stacked.
     """

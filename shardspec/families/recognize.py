@@ -73,7 +73,7 @@ class Recognized(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Tool with such names, and their prefix."""
+        """Text that names the tool whose names these are, and the prefix."""
         _, inner, outer = self.spelling
         if self.spelling.is_plain:
             return _CALLED[self.format]
@@ -186,7 +186,7 @@ def _spelling(
 
 
 def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
-    """Return the number of tensors in `shapes` whose shape is that of the model in a format."""
+    """Return the number of tensors in `shapes` that have the model's shape in a format."""
     known, count = known_sizes(model.sizes), 0
     for tensor in model.tensors:
         side = tensor.places["file" if format == "hf" else format]

@@ -82,7 +82,7 @@ def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple
 
 
 def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout rewritten for a larger mesh; None if its mesh is not a slice of that.
+    """Return a layout rewritten for a larger mesh; None if that has no slice equal to its mesh.
 
     >>> layout = Layout(DeviceMesh([1, 3], (2,)), "[S0]", (4,), "f32")
     >>> print(on_larger_mesh(layout, DeviceMesh(range(4), (2, 2))))

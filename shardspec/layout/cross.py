@@ -66,7 +66,7 @@ _MAX_LISTED: Final = 300_000
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the devices of both: one of the two if it has all of them, else one row."""
+    """Return a mesh of both meshes' devices: one of the two if it has all devices, else one row."""
     ids_a, ids_b = set(a.ids), set(b.ids)
     # If the devices are the same, the mesh with more axes has more detailed distances.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):

@@ -248,7 +248,7 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineArrays]]:
-    """Return the states before and after every step, and its lines over shard bytes.
+    """Return (states before, states after, lines) of all steps; lines are over bytes of a shard.
 
     The lowest line is the price.
     """
@@ -309,7 +309,7 @@ def _routed(
 
 @lru_cache(maxsize=8)
 def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, LineArrays]]:
-    """Return lines from one state per orbit to all states, over the bytes of an even tensor."""
+    """Return lines from one of the equally priced states each to all states, over tensor bytes."""
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
     scale, rows = prod(sizes), []

@@ -250,7 +250,7 @@ class Routing:
 
         @cache
         def reached(varying: int) -> Floats:
-            """Return received elements and peers, then sent ones, the own part included.
+            """Return (elements, peers) received, then sent; a device counts as its own peer.
 
             Replicas share the sending equally.
             """

@@ -282,7 +282,7 @@ class DeviceMesh:
         return self.ids[position]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Return a device's group along `axes`: the devices that differ from it only there.
+        """Return a device's group along `axes`: devices with equal coordinates on all other axes.
 
         They are in row-major order of `axes`.
         """

@@ -217,7 +217,7 @@ def device_type_of(mesh: _Mesh) -> str:
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # the result of `make`
-    """Return the origin of a torch mesh, or a new mesh that shares its groups.
+    """Return the mesh that a torch mesh was made from, or a new mesh that shares its groups.
 
     If it has all ranks of the job, every rank calls this at the same point of the program.
     """

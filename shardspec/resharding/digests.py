@@ -444,7 +444,7 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return one sum per lane over segments, or over the part of each that begins at `at`."""
+    """Return one sum per lane over segments, or over parts of segments that begin at `at`."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]
@@ -482,7 +482,7 @@ def _cover(box: Box, seed: int) -> int:
 
 @lru_cache(1024)
 def _side(dim: int, lo: int, hi: int, seed: int) -> int:
-    """Return the sum over indices of the block's key times the key of the position in it."""
+    """Return the sum over indices of (key of the block) * (key of the position in the block)."""
     before = _key_sums(dim, seed)
     total = 0
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)

@@ -495,7 +495,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if the layouts of two ranks describe one tensor, or copies of it."""
+    """Return True if the layouts of two ranks are of one tensor, or of copies on other devices."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

@@ -33,7 +33,7 @@ _CHUNK: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The digests of the tensors of the target, equal on every rank and to those of the source.
+    """Digests of the target's tensors, equal on every rank and equal to the source's digests.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class _Boxes(NamedTuple):
 def receipt_of(
     plan: StateCopies, shards: Mapping[int, OfDevice], gather: Gather, version: int | None
 ) -> Receipt:
-    """Compare the source with what arrived; all processes call this.
+    """Compare the digests of source and target; return the receipt. All processes call this.
 
     Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
     replicas differ.

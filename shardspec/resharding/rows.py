@@ -144,7 +144,7 @@ class _Places:
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield the places of a box at sender and receiver, and the tensors with these places."""
+        """Yield (place at the sender, place at the receiver, tensors with both places) of a box."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]

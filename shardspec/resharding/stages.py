@@ -323,7 +323,7 @@ class PlanStage:
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
-        """Yield every copy, its group's senders, and its offset in the bytes of its holders."""
+        """Yield (copy, senders of the copy's group, offset of the copy in the holders' bytes)."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
@@ -343,7 +343,7 @@ class PlanStage:
 
     @property
     def most_peers(self) -> int:
-        """Maximum number of receivers of one device, or of senders to one."""
+        """Maximum number of devices that a device sends to, or that it receives from."""
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
@@ -607,7 +607,7 @@ class Schedule(NamedTuple):
 def _schedule(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
-    """Return the messages of a device; sender and receiver of one compute it alike."""
+    """Return the messages of a device; sender and receiver of a message make the same message."""
     at = {each: place for place, each in enumerate(devices)}
     sends: dict[Turn, dict[int, Message]] = {}
     receives: dict[Turn, dict[int, Message]] = {}
@@ -623,7 +623,7 @@ def _schedule(
 
 
 def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
-    """Divide what goes from one device to another into messages of bounded size."""
+    """Divide the copies from one device to another into messages of bounded size."""
     message: list[Copy] = []
     end = 0
     for copy in copies:

@@ -39,7 +39,7 @@ _Size: TypeAlias = int | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """Keywords that all functions here take, the same on every rank of the mesh.
+    """Keywords of all functions of this module, the same on every rank of the mesh.
 
     `sharding_spec` and `placements` mean the same and are as for `DTensor`; by default the tensor
     is replicated. `dtype` and `device` are by default those of torch's function of the same name;

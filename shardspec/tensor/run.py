@@ -247,7 +247,7 @@ def convert(
 def with_gradient_reduced(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the shards, with gradients that arrive at them reduced by a plan.
+    """Return the shards; a plan reduces the gradients that arrive at them.
 
     The gradient of a pending mean is not divided: the devices return a mean again.
     """

@@ -215,7 +215,7 @@ def check_replicas(
 
 
 def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return True if both have equal digests of exactly their bytes, in the same order."""
+    """Return True if both boxes have equal digests of exactly `num_bytes` row-major bytes."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
     covers_all = a.digest.num_bytes == b.digest.num_bytes == num_bytes

@@ -323,7 +323,7 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
 def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
-    """Return the extent of the difference of elements; `a` and `b` are their bytes."""
+    """Return the extent of the difference of elements, whose bytes are `a` and `b`."""
     first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
     distances, sizes = _distances(first, second)
     nans = first != first, second != second

@@ -24,7 +24,7 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """Boxes and the ranks that have them: by the layout if it is known, else the stored ones."""
+    """The ranks of each box: by the tensor's layout, or if that is unknown, as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every nonempty box, and its ranks."""
@@ -86,7 +86,7 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
-        """Return sums over the groups of tensors that `groups_of` makes of their names."""
+        """Return the sums over each group of tensors; see `groups_of`."""
         groups = {}
         for group, names in groups_of(self.names).items():
             tensors = list(map(self.source.outline, names))
@@ -216,7 +216,7 @@ def other_text(value: object, most: int = 200) -> str:
 
 
 def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
-    """Return a summary of a checkpoint; its metadata is checked, its data is not read.
+    """Return a summary of a checkpoint; reads and checks the metadata, but reads no data.
 
     >>> import tempfile, torch
     >>> from shardspec import save_sharded

@@ -109,7 +109,7 @@ class Checks:
         return (stored.path, stored.digest) in self._open
 
     def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
-        """Add bytes at a position in the file of a box; return their CRC-32.
+        """Take bytes that were read at a position in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest differs.
         """
@@ -168,12 +168,12 @@ class BlockPart(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes from the first to the last one in the file."""
+        """Bytes from the first to the last byte of the part in the file."""
         return 1 + sum((count - 1) * step for count, step, _ in self.steps)
 
     @property
     def contiguous(self) -> bool:
-        """True if it is one contiguous range of its file."""
+        """True if the part is one contiguous range of the file."""
         return self.span == prod(count for count, _, _ in self.steps)
 
     def rows(self, lo: int, hi: int) -> "BlockPart":
@@ -250,7 +250,7 @@ def read_box(
     checks: Checks | None = None,
     out: memoryview | None = None,
 ) -> Iterator[tuple[memoryview, int | None]]:
-    """Read one box of a tensor in order; yield blocks, and their CRC-32 if it was computed.
+    """Read one box of a tensor in order; yield (block, CRC-32 of the block or None).
 
     The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
     valid until the next one is read, or a part of `out`, which is flat and as long as the box.
@@ -334,7 +334,7 @@ def _read(
     scratch: memoryview,
     hook: _Seen | None,
 ) -> int | None:
-    """Read a part into its block; return the CRC-32 if it is a single row and checked."""
+    """Read a part into its block; return the CRC-32 if the part is a single, checked row."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
@@ -357,7 +357,7 @@ def _read(
 
 
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
-    """Copy file bytes, starting with the first of a part, to their places in its block."""
+    """Copy the bytes of a part, read from a file, to their places in the block."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows do not need it.
     if len(outer) == 1 and width >= _LONG_ROW:
@@ -562,7 +562,7 @@ class Output:
                     writers[file](offset, data)
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield the (position, bytes) pairs of an extent; record its CRC-32 if requested.
+        """Yield the (position, bytes) pairs of an extent; record the extent's CRC-32 if requested.
 
         A pair counts as written when the caller asks for the next one.
         """
@@ -604,7 +604,7 @@ class Output:
         self.tensor_digests[name] = digested if before is None else before + digested
 
     def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
-        """Cast a block; count what it lost, or raise if that is not allowed."""
+        """Cast a block; count numbers that the cast lost, or raise CheckpointError if strict."""
         from shardspec.checkpoint.convert.numeric import cast
 
         data, losses = cast(block, dtype, new)

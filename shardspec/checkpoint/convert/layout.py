@@ -22,7 +22,7 @@ def layouts_by_rules(
     tensors: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return the layout of each tensor: by its rule, else by `otherwise`, else replicated.
+    """Return each tensor's layout: by the rule that matches, else by `otherwise`, else replicated.
 
     >>> tensor = OutputTensor("w", "w", (4, 3), "int8")
     >>> layouts_by_rules(DeviceMesh(range(2), (2,)), {"w": "[S0,R]"}, [tensor])["w"].spec
@@ -53,7 +53,7 @@ _MESH_AND_RULES: Final = (Argument("device_mesh"), " and ", Argument("rules"))
 def layouts_like(
     other: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of another checkpoint, and its layout of each tensor for these shapes."""
+    """Return the mesh of another checkpoint, and layouts of tensors by its specs."""
     if other.mesh is None:
         raise CheckpointError(
             f"{other.directory}: a checkpoint in the format of {other.format} does not record its "

@@ -59,7 +59,7 @@ class ModelNames(CatalogNaming):
     """True if rows beyond the vocabulary are dropped, whatever they contain."""
 
     def with_dtype(self, dtype: object) -> "ModelNames":
-        """Return the same for output in a dtype, where quantized tensors are dequantized."""
+        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
         if self.fill_from is None:
             return self
         from shardspec.checkpoint.quantization.dequantize import dequantized
@@ -87,7 +87,7 @@ class ModelNames(CatalogNaming):
         where: object = "the state dict",
         behind: Collection[str] = (),
     ) -> tuple[NameMap, ...]:
-        """Return the maps from the tensors of a source to these names."""
+        """Return the maps from the tensors of a source to the names that this object describes."""
         if self.fill_from is not None:
             raise LayoutError(
                 "a state dict in memory cannot be filled in from a checkpoint; omit ",
@@ -107,7 +107,7 @@ class ModelNames(CatalogNaming):
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint under these names; `choice` may exclude tensors."""
+        """Return a checkpoint renamed to the model's names; `choice` may exclude tensors."""
         with _about_input():
             return self._applied(source, choice, dropped)
 
@@ -146,7 +146,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return the maps from tensors to these names; with `fill_from`, to those of files."""
+        """Return the maps from a source to the model's names; with `fill_from`, to ``hf`` names."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)

@@ -408,7 +408,7 @@ def reshard(
 def _converted(
     checkpoint: Checkpoints, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
-    """Plan an output, check that it may be written, and write it unless it is a dry run."""
+    """Plan an output, check source and destination, and write the output unless in a dry run."""
     started = time.monotonic()
     output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
@@ -524,7 +524,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output; raises CheckpointError if it cannot be written so."""
+    """Return the format of an output; raises CheckpointError if the format does not fit."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
@@ -686,7 +686,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return the reason why writing an output would change its source; empty if it would not."""
+    """Return the reason why an output would overwrite its own source; empty if there is none."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()

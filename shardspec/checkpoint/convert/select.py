@@ -281,7 +281,7 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 
 def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return name to new name of the selected plain values: numbers, text, lists of these.
+    """Return name to new name of the selected plain values, such as numbers and text.
 
     >>> plain_names({"step": 7, "rng": OpaqueValue("a generator")}, Choice(rename={"^": "x."}))
     {'step': 'x.step'}
@@ -304,7 +304,7 @@ class CatalogNaming(Naming):
 
     @abstractmethod
     def with_dtype(self, dtype: object) -> "CatalogNaming":
-        """Return the same for output in a dtype, where quantized tensors are dequantized."""
+        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
 
     @abstractmethod
     def applied(self, source: Catalog, choice: Choice | None, dropped: Collection[str]) -> Catalog:
@@ -388,7 +388,7 @@ def config_beside(source: Catalog) -> dict[str, object] | None:
 
 
 def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
-    """Return the config of a model: that of its names, else the one beside the checkpoint."""
+    """Return the config of a model: `names.config`, else the config.json beside the checkpoint."""
     return names.config if isinstance(names, CatalogNaming) else config_beside(source)
 
 

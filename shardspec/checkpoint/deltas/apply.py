@@ -115,7 +115,7 @@ def _version(value: object, index: StoragePath) -> str:
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
-    """Return a checkpoint with a chain of deltas applied; only their data is not checked yet.
+    """Return a checkpoint with a chain of deltas applied; the data is checked while it is read.
 
     Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
@@ -253,7 +253,7 @@ class _Stream:
                 next(self._blocks, None)  # compares checksums
 
     def _take(self, count: int, room: memoryview | None) -> None:
-        """Read the next `count` bytes into `room`, or skip them if it is None."""
+        """Read the next `count` bytes into `room`; skip them if `room` is None."""
         done = 0
         while done < count:
             self._rest = self._rest or next(self._blocks)

@@ -228,7 +228,7 @@ class _Xor:
 
 
 class _Overwrite:
-    """Applies positions and values; a frame has all positions first, so two readers share it."""
+    """Applies positions and values; the frame has all positions first, so two readers read it."""
 
     def __init__(self, tensor: StoredTensor, patch: Patch, files: OpenFiles) -> None:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))

@@ -238,7 +238,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that both have the same names, dtypes and shapes, and no pending reductions."""
+    """Check that both checkpoints have equal names, dtypes and shapes, and nothing is pending."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -328,7 +328,7 @@ class _Writer:
             yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
     def _same(self, name: str) -> bool:
-        """Return True if a tensor is equal in both, and record its digest in that case."""
+        """Return True if a tensor is equal in both checkpoints; if so, record the digest."""
         outline, at = self.sides[0].outline(name), 0
         value = TensorDigest(outline.dtype, outline.shape)
         for old, now in self._blocks(name):
@@ -355,7 +355,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return the bytes of a frame's content: their number, and a function that yields them."""
+        """Return the content of a frame: number of bytes, and a function that yields the bytes."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:

@@ -295,7 +295,7 @@ def written_names(way: Way) -> list[str]:
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it cannot write this kind.
+    """Return a format by name; raises `CheckpointError` if it cannot write this kind of output.
 
     >>> written_format("dcp", "sharded").title
     'torch distributed checkpoint'
@@ -382,7 +382,7 @@ def named_by(
 
 
 def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newest:
-    """Return the one checkpoint in a run without a `tracker`; raises CheckpointError if several."""
+    """Return the only checkpoint of a run that lacks a `tracker`; CheckpointError if several."""
     if len(checkpoints) != 1:
         raise CheckpointError(
             f"{run}: has the checkpoints {', '.join(checkpoints) or '(none)'} and no {tracker} "

@@ -107,7 +107,7 @@ _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a ZeRO checkpoint; reads the pickles of all ranks, no data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
     flat, scalars = _optimizer_tensors(run)
@@ -415,7 +415,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
-    """Compare the places of parameters with those that ranks of stages 1 and 2 record."""
+    """Compare the places of parameters with the places that ranks of stages 1 and 2 record."""
     # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:

@@ -89,7 +89,7 @@ def run_facts(source: Catalog) -> dict[str, int]:
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a Megatron checkpoint; reads the pickles of all ranks, no data."""
     files = _read(directory)
     states = list(files.values())
     stages, experts, tensor_ranks = (1 + last for last in max(files))
@@ -143,7 +143,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(place: StoragePath) -> _Files:
-    """Return the files of all ranks; raises CheckpointError unless they are of one save."""
+    """Return the files of all ranks; raises CheckpointError if they are of several saves."""
     folders: dict[tuple[int, int, int], str] = {}
     counts = set()
     for name in place.names():
@@ -228,7 +228,7 @@ def _check_one_save(
 
 
 def _ordered(states: Sequence[TorchState]) -> bool:
-    """Check that files are in the order of their ranks; return False if they record none."""
+    """Check that the recorded ranks ascend; return False if files record no rank."""
     ranks = [rank for state in states if (rank := _number(state, "rank")) is not None]
     if len(ranks) < len(states) or not any(ranks):
         return False

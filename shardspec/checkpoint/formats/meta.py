@@ -33,7 +33,7 @@ _KEYS: Final = "layers.0.attention.wk.weight"
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a LLaMA checkpoint; reads the pickles of all ranks, no data."""
     names = directory.names()
     by_rank = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, by_rank[rank], directory) for rank in sorted(by_rank))

@@ -223,7 +223,7 @@ def _sibling(name: str, number: int) -> str:
 
 
 def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointError:
-    """Return the error for a folder with several models; it names a file of each."""
+    """Return the error for a folder with several models, which names a file of each model."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
     if any(_place(name).total > 1 for name in names):
@@ -328,7 +328,7 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
 
 
 def check_alone(path: StoragePath) -> None:
-    """Refuse a file whose number shows that it is one of several; the error names the remedy."""
+    """Raise CheckpointError for a file that its number marks as one of several."""
     model, number, count = _place(path.name)
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):

@@ -244,7 +244,7 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
 
 
 def _check_part(state: RankState, name: str, layout: Layout) -> None:
-    """Check that a rank could have saved the part of a DTensor in its file."""
+    """Check that the shard of a DTensor in a rank's file has the shape that `layout` gives it."""
     local, placed = state.tensors[name].shape, state.tensors[name].placed
     saver = None if placed is None else placed.saver
     if saver is not None or state.rank not in layout.mesh:

@@ -152,7 +152,7 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the bytes before the data of a file, as safetensors writes them, and the header.
+    """Return the encoded header with its length, as safetensors writes it, and the `Header`.
 
     Raises CheckpointError for a name or shape that the format cannot express.
 
@@ -258,7 +258,7 @@ def _unsharded_header(path: StoragePath) -> Header:
 
 
 def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
-    """Return a header, and name -> offsets in the global tensor; None if it records none.
+    """Return a header, and name -> offsets in the global tensor; None without offsets.
 
     Offsets are JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.

@@ -70,7 +70,7 @@ def open_torch_file(path: StoragePath) -> Catalog:
 
 
 def _open(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Read a file, or the files of an index, or those of the model in a directory."""
+    """Return the catalog of a file, of the files of an index, or of the model in a directory."""
     if place.is_dir():
         return _opened(place, find_bins(place))
     if is_bin_index(place.name):

@@ -74,7 +74,7 @@ class PendingSave:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until all ranks have written and the save is published; raise its error if any."""
+        """Wait until all ranks have written and the save is complete; raise its error, if any."""
         self._done.wait()
         self._heard = True
         if self._error is not None:

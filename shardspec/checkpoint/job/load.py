@@ -340,7 +340,7 @@ def read_shards(
 def _fill(
     shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
 ) -> None:
-    """Read a box into a tensor, directly into its memory if it is contiguous on the CPU."""
+    """Read a box into a shard, directly into memory if the shard is contiguous on the CPU."""
     import torch
 
     if not box_size(box):

@@ -18,7 +18,7 @@ from shardspec.text import Argument, TextPart
 
 
 def quantized_in(source: Catalog) -> Quantized:
-    """Return the quantized tensors of a checkpoint; for a mapped one, those that it maps."""
+    """Return the quantized tensors of a checkpoint; of a mapped checkpoint, those of the source."""
     while isinstance(source, MappedCatalog):
         source = source.base
     outlines = map(source.outline, source.names)
@@ -152,7 +152,7 @@ def _non_empty(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
-    """Return the layout of scales that follows from that of codes; None if it cuts blocks.
+    """Return the layout of scales that follows from the layout of codes; None if it splits blocks.
 
     `sides` are the sizes of a block along the last dims.
 

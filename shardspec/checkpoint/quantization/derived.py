@@ -63,7 +63,7 @@ class Recent:
 
 
 class Source:
-    """Reads ranges of rows of a tensor: it is a stack of matrices over the last dims."""
+    """Reads ranges of rows of a tensor, seen as stacked matrices over the last two dims."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -95,7 +95,7 @@ class Source:
 
 
 def as_matrices(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor of fewer than two dims as a matrix, others as they are."""
+    """Return a tensor of fewer than two dims as a matrix; other tensors are unchanged."""
     more = (1,) * (2 - len(tensor.shape))
     boxes = (
         replace(
@@ -109,7 +109,7 @@ def as_matrices(tensor: StoredTensor) -> StoredTensor:
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
-    """Return file -> number of bytes of these tensors in it."""
+    """Return file -> number of bytes of these tensors in the file."""
     sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
@@ -220,7 +220,7 @@ class Recast(ComputedMatrices):
     def parts(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield ranges of rows of a part, which starts at a row and a column, and their numbers."""
+        """Yield (range of rows, numbers) of the part of a matrix from a row and a column on."""
         raw = self._source.rows(matrix, row, row + shape[0], ((column, column + shape[1]),))
         for rows in strips(*shape):
             made = numbers(raw[rows].reshape(-1).view(np.uint8), self._source.tensor.dtype)

@@ -207,13 +207,13 @@ def _without_scales(
 
 
 def _everywhere(weight: Layout, scales: Layout) -> Layout:
-    """Return a layout with all scales on every device, for a weight cut inside blocks."""
+    """Return a layout with all scales on every device, for a weight that is split inside blocks."""
     shape = scales.global_shape
     return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 
 
 def _grid(weight: Layout) -> Layout | None:
-    """Return the layout of a weight's scales; None if it is cut inside blocks."""
+    """Return the layout of a weight's scales; None if shards begin or end inside blocks."""
     return grid_layout(weight, (_SIDE, _SIDE))
 
 

@@ -52,7 +52,7 @@ class Described:
 
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
-    """Return the communicator of a state dict: that of the largest mesh; others are its slices.
+    """Return the communicator of a state dict's largest mesh; other meshes are slices of it.
 
     Errors are raised on all ranks of the job.
     """

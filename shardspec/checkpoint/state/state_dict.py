@@ -124,7 +124,7 @@ def spread(
 
 
 def saved_leaves(value: object, path: KeyPath) -> list[tuple[KeyPath, object]]:
-    """Return the result of `leaves`, or the value itself if it has keys that `flatten` refuses."""
+    """Return the leaves of a value; the value itself if `flatten` refuses some of its keys."""
     parts = list(leaves(value, path))
     return parts if all(is_path(keys) for keys, _ in parts) else [(path, value)]
 
@@ -225,7 +225,7 @@ def decode_path(path: object) -> KeyPath:
 def fitting_paths(
     paths: Mapping[str, KeyPath], names: Collection[str], beside: Iterable[str] = ()
 ) -> dict[str, KeyPath]:
-    """Return the keys of these names, or none if they conflict with the names `beside` them.
+    """Return the nested keys of names; none if they conflict with the names in `beside`.
 
     If tensors of a list were renamed or excluded, every name becomes a top-level key.
 

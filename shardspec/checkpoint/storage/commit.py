@@ -94,7 +94,7 @@ class StagedFiles:
 
 @contextmanager
 def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
-    """Create the files of an output, to fill in the block; they are published at its end.
+    """Create the files of an output, to fill within the block; they appear at its end.
 
     Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """

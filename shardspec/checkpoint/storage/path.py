@@ -105,7 +105,7 @@ class Staging(NamedTuple):
 
 
 class Staged(Protocol):
-    """An output that is being written and does not have its name yet."""
+    """An output that is being written under a temporary name."""
 
     def file(self, name: str) -> AbstractContextManager[WriteAt]:
         """Write a file; from start to end if `StoragePath.whole_files` is set."""

@@ -323,7 +323,7 @@ def stored_box_of_rank(
 def mismatch_error(
     path: StoragePath, what: str, value: object, other: StoragePath | str, other_value: object
 ) -> CheckpointError:
-    """Return the error for a value that differs between a file and another one, or all others."""
+    """Return the error for a value that differs between two files, or a file and all others."""
     return CheckpointError(
         f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are of "
         "different saves, restore those of one"
@@ -357,7 +357,7 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
 
 
 def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
-    """Return the file of a value; its storages ``0``, ``1``, ... are those of `tensors`."""
+    """Return the file that pickles a value; storages ``0``, ``1``, ... are those of `tensors`."""
     sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
     archive = Archive(pickled(value), sizes)
     extents = tuple(

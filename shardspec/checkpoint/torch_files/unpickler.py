@@ -62,7 +62,7 @@ _TOO_MUCH: Final = "needs more memory or time than a checkpoint does"
 
 
 class RefusedError(Exception):
-    """The problem of a pickle; `unpickle` adds its place."""
+    """The problem of a pickle; `unpickle` adds the path of the file to the message."""
 
 
 class PickleError(CheckpointError):
@@ -260,7 +260,7 @@ class _Unpickler:
             raise RefusedError(f"refers to something outside of the file: {error}") from None
 
     def _check_keys(self, keys: list[Any]) -> None:
-        """Refuse keys whose hashes would take long, or many that could have equal ones."""
+        """Refuse keys that take long to hash, and many keys that could have equal hashes."""
         for key in keys:
             if type(key) is tuple:
                 self._count_colliding()

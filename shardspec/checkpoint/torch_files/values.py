@@ -65,12 +65,12 @@ class TorchTensor(NamedTuple):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Sizes of the global tensor; this may be a shard of it."""
+        """Sizes of the global tensor; the tensor itself may be a shard."""
         return self.shape if self.placed is None else self.placed.shape
 
     @property
     def is_part(self) -> bool:
-        """True if its storage has further bytes."""
+        """True if the tensor is only a part of its storage."""
         size, dtype = self.storage.size, self.storage.dtype
         return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
 
@@ -117,7 +117,7 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> TensorPlace:
-    """Return the place of a tensor's bytes; the header of its record is read and checked."""
+    """Return the place of a tensor's bytes in the file; reads and checks the record's header."""
     check_record(tensor, archive)
     name = f"data/{tensor.storage.key}"
     start, record = archive.start(file, name), archive.record(name)
@@ -130,7 +130,7 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> Te
 
 
 def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
-    """Raise CheckpointError if a tensor does not fit its record in the directory."""
+    """Raise CheckpointError if a tensor reaches past its record, by the zip's directory."""
     storage, start = tensor.storage, tensor.start
     num_bytes = archive.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):

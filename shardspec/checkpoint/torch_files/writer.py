@@ -288,7 +288,7 @@ class Archive:
             yield RawBytes(start + record.num_bytes, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
-        """Return the end of the archive: the directory, and its place in 64 and in 32 bits."""
+        """Return the end of the zip: the directory, and its position in 64 and in 32 bits."""
         remaining = iter(crcs)
         joined = b"".join(
             record.listed(next(remaining) if record.crc32 is None else record.crc32)

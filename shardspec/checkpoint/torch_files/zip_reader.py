@@ -70,7 +70,7 @@ class TorchZip:
         return TorchRecord(full, header, limit, num_bytes, value)
 
     def start(self, file: SourceFile, name: str) -> int:
-        """Return the position of a record's bytes; its own header is read and checked."""
+        """Return the position of a record's bytes; reads and checks the header in front of them."""
         record = self.record(name)
         head = file.read(record.header, _LOCAL.size + len(record.full_name))
         signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)

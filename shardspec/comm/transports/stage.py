@@ -93,7 +93,7 @@ class Stage:
     def _pairs(
         self, message: Message, bucket: torch.Tensor, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views of each box of a message: in its buffer, and in the shard."""
+        """Yield two views of each box of a message: in the buffer, and in the shard."""
         start = 0
         for copy in message:
             dtype, shape, step = self.dtype_of(copy), box_shape(copy.box), aligned_bytes(copy)

@@ -121,7 +121,7 @@ def named(function: Callable[..., Any]) -> Named:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """The properties of a layout that decide how functions are computed on it."""
+    """Properties of a layout that decide the way in which functions are computed."""
 
     pending: frozenset[str]
     """The kinds of pending reductions."""

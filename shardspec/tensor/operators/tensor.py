@@ -37,7 +37,7 @@ class _SetByModules:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """The tensor that another tensor is a view of, as it was when the view was taken."""
+    """The base of a view, in the state in which the view was taken."""
 
     base: "TensorLike"
     version: int
@@ -206,7 +206,7 @@ class TensorLike(torch.Tensor):
 
     @property
     def shards(self) -> dict[int, torch.Tensor]:
-        """The shard of every device that this process holds, by physical id."""
+        """The shards of this process, by physical id of the device."""
         self._check_current()
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
@@ -220,7 +220,7 @@ class TensorLike(torch.Tensor):
 
     @outside_graphs
     def to_torch(self) -> "TorchDTensor":
-        """Return the tensor as torch's: the same storage, and gradients flow back.
+        """Return torch's DTensor of this tensor: the same storage, and gradients flow back.
 
         Every rank of the mesh calls this. Raises `CommunicatorError` if this process simulates the
         mesh, `MeshError` if torch has no such mesh, and `LossyConversionError` if it has no such
