@@ -1,4 +1,4 @@
-"""Output of the commands: lines with control characters escaped, files and progress bars."""
+"""Prints lines, writes files and shows progress bars for the commands."""
 
 import json
 import os

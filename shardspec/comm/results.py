@@ -1,4 +1,4 @@
-"""Allocates the results of steps, reduces addends, and checks that every element is written."""
+"""Allocates the results of steps, sums addends, and checks that every element is written."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""Recognizes the naming convention of a checkpoint's tensors, behind any prefix.
+"""Recognizes which tool's names the tensors of a checkpoint have, after any prefix.
 
 >>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
 >>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")

@@ -1,4 +1,4 @@
-"""A reshard plan as rows of strided copies between flat shards, for any transport.
+"""Exports a reshard plan as rows, each a strided copy between two flat shards.
 
 Rows can be used without the planner: `docs/transfers.md` explains the fields, with a player of some
 forty lines.

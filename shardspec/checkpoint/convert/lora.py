@@ -1,7 +1,7 @@
 """Merges an adapter of PEFT into its base: LoRA, rank-stabilized LoRA and DoRA.
 
-A merged weight is computed while it is read: base + scale * B @ A, in float32. It is rounded where
-PEFT rounds it: once, and for embeddings and parameters also before the sum.
+A merged weight, base + scale * B @ A, is computed in float32 while it is read, and rounded once at
+the end. As in PEFT, scale * B @ A is also rounded for embeddings and adapted bare parameters.
 """
 
 import re

@@ -6,8 +6,8 @@ An output NAME is written in these steps. The other names are in the same direct
 2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it for this user
    alone: a file, or a directory.
 3. Fill it.
-4. Check that the output to replace is unchanged. Give the new files its modes and owners, and flush
-   them and their directories to the disk.
+4. Check that the output to replace is unchanged. Give the new files the modes and owners of the old
+   ones. Flush files and directories to the disk.
 5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
    one that it replaces. If the system cannot do that, the old one is briefly called
    ``.NAME.shardspec-old``; if the run is killed then, the next one renames it back.
