@@ -171,9 +171,9 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
         for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
     if kind not in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) or not lines:
-        raise ProfileError(f"collective {shown(kind)} with {len(lines)} lines: give {KINDS}")
+        raise ProfileError(f"collective {shown(kind)} has {len(lines)} lines; name one of {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
-        raise ProfileError(f"{kind} of {shown(record['devices'])} devices on {shown(nodes)} nodes")
+        raise ProfileError(f"{kind} has {shown(record['devices'])} devices on {shown(nodes)} nodes")
     if len(size_range) != 2 or None in size_range:
         raise ProfileError(f"sizes of {kind} are {shown(size_range)}; give two numbers of bytes")
     plain = tuple((_scaled("lines", a, 1e6), _scaled("lines", b, 1e12)) for a, b in lines)
@@ -192,7 +192,7 @@ def _rate(key: str, value: object) -> float:
     """Return the seconds per byte of a rate in 10^9 bytes per second."""
     per_byte = seconds(1 / (value * 1e9)) if _is_number(value) and value > 0 else None
     if per_byte is None:
-        raise ProfileError(f"{key} is {shown(value)}; give 10^9 bytes a second, above 0")
+        raise ProfileError(f"{key} is {shown(value)}; give a rate above 0 in 10^9 bytes per second")
     return per_byte
 
 

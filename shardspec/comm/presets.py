@@ -72,7 +72,7 @@ def link_between(preset: LinkPreset) -> Link | None:
     except MeshError as error:
         raise ProfileError(f"{preset.name}: between: {error}") from None
     if link.port is None:
-        raise ProfileError(f"{preset.name}: {joining} joins no hosts; name another as between")
+        raise ProfileError(f"{preset.name}: between={joining} does not join hosts; name another")
     return link
 
 

@@ -231,7 +231,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
         )
     versions = {match[1] or match[2] for match in _VERSION.finditer(text)}
     if len(versions) > 1:
-        raise ProfileError(f"{path}: is of two NCCL versions, {', '.join(sorted(versions))}")
+        raise ProfileError(f"{path}: is a log of two NCCL versions: {', '.join(sorted(versions))}")
     times: dict[int, float] = {}
     columns: list[str] = []
     for line in text.splitlines():
@@ -254,6 +254,6 @@ def links_of_logs(logs: Sequence[Log], name: str, between: str | None = None) ->
     """Return the links that fit logs; raises `ProfileError` if two versions of NCCL made them."""
     versions = sorted({log.version for log in logs if log.version is not None})
     if len(versions) > 1:
-        raise ProfileError(f"the logs are of NCCL {' and '.join(versions)}; give those of one")
+        raise ProfileError(f"logs are of NCCL {' and '.join(versions)}; give one version's logs")
     source = f"nccl-tests, NCCL {versions[0]}" if versions else "nccl-tests"
     return fitted_links(name, [log.run for log in logs], between, source)

@@ -60,7 +60,7 @@ def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, o
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
     for table in tables:
         if unknown := sorted(table.keys() - set(keys)):
-            raise LayoutError(f"[[{key}]] has {', '.join(sorted(keys))}, not {shown(unknown[0])}")
+            raise LayoutError(f"[[{key}]] takes {', '.join(sorted(keys))}, not {shown(unknown[0])}")
     return tables
 
 
@@ -88,7 +88,7 @@ def placeholders(text: str) -> set[str]:
 def check_pattern(name: str) -> None:
     """Raise LayoutError for an unmatched brace, or for adjacent placeholders as in ``{i}{j}``."""
     if set("{}") & set(_PLACEHOLDER.sub("", name)):
-        raise LayoutError(f"{shown(name)} has a brace that is no placeholder, as {{i}} is one")
+        raise LayoutError(f"{shown(name)} has a brace outside of placeholders such as {{i}}")
     between = _PLACEHOLDER.split(name)[2:-1:2]
     if any(not _DIGITS.sub("", text) for text in between):
         raise LayoutError(
