@@ -66,10 +66,10 @@ class _Place(NamedTuple):
 
     place: StoragePath
     home: StoragePath
-    """Directory of all its files."""
+    """Directory of all files of the checkpoint."""
     format: Format
     note: str = ""
-    """Note for the user about how it was found."""
+    """Note for the user about how the checkpoint was found."""
 
 
 def open_checkpoint(

@@ -366,7 +366,7 @@ class Overlap(NamedTuple, Generic[K]):
     other: K
     both_written: bool
     same: bool
-    """True if they are the same elements of the same memory."""
+    """True if both arrays are the same elements of the same memory."""
 
 
 class _Span(NamedTuple, Generic[K]):

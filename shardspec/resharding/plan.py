@@ -106,7 +106,7 @@ class ReshardPlan:
     links: Links | None = None
     """Links of the cluster; None for those of the meshes, or an assumed preset."""
     executor: Executor | None = None
-    """Runs the plan; None if it only copies between devices."""
+    """Runs the plan; None if the plan only copies between devices."""
 
     @cached_property
     def digest(self) -> str:

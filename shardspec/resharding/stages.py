@@ -374,7 +374,7 @@ class Far(NamedTuple):
     """One box that some hosts lack."""
 
     copy: Copy
-    """The copy to one of its receivers."""
+    """The copy of the box to one of its receivers."""
     receivers: dict[int, Holders]
     """The devices that need the box, by host."""
     center: int | None = None

@@ -283,7 +283,7 @@ class _Sought(NamedTuple):
     side: Side
     """Source side of the rule."""
     optional: bool
-    """True if the source may lack its tensors."""
+    """True if the source may lack the rule's tensors."""
     bindings: Sequence[Binding]
 
 

@@ -262,7 +262,7 @@ class Repeated(NamedTuple):
     """Tensors with equal properties whose names differ only in numbers."""
 
     title: str
-    """Pattern of their names: ``layers.{0..31}.up.weight``."""
+    """Pattern of the tensors' names: ``layers.{0..31}.up.weight``."""
     names: Sequence[str]
 
 

@@ -151,7 +151,7 @@ class WriteReport:
     path: PurePath
     """The output, as the user named it."""
     format: str
-    """Its format, as `merge` and `reshard` name it."""
+    """The format of the output, as `merge` and `reshard` name it."""
     read: str
     """Title of the source's format."""
     reads: Mapping[str, int]

@@ -103,7 +103,7 @@ class Newest(NamedTuple):
 
     place: StoragePath
     note: str
-    """Note for the user about how it was found."""
+    """Note for the user about how the checkpoint was found."""
     of_run: bool = False
     """True to read it in the format of the run if its own file names match no format."""
 
@@ -170,7 +170,7 @@ class Format:
     takes: tuple[str, ...] = ()
     """Names of the `OpenOptions` that `open` uses; others are refused."""
     known_by: str = ""
-    """Example of a file name in its directories, for errors."""
+    """Example of a file name in directories of this format, for errors."""
 
     def __post_init__(self) -> None:
         if self.keeps not in get_args(Keeps):

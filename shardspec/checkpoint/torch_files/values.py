@@ -48,7 +48,7 @@ class Placed(NamedTuple):
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     """(Dim, axes that shard it, major first) of each sharded dim; None if not recorded."""
     saver: int | None = None
-    """Rank that saved it, if recorded and different from that of the file."""
+    """Rank that saved the tensor, if recorded and different from the rank of the file."""
 
 
 class TorchTensor(NamedTuple):
@@ -83,7 +83,7 @@ class UnreadTensor:
     traits: tuple[object, ...] = ()
     """Sizes, strides and other members, for comparisons."""
     storage: tuple[str, str] | None = None
-    """Key and kind of its storage."""
+    """Key and kind of the tensor's storage."""
 
 
 class Complex(str):

@@ -132,7 +132,7 @@ class LayoutFacts:
     is_cut_once: bool
     """True if no dim is sharded by two axes."""
     in_torch: bool
-    """True if torch's DTensor can express it."""
+    """True if torch's DTensor can express the layout."""
 
 
 @lru_cache(maxsize=4096)

@@ -87,7 +87,7 @@ class TensorLike(torch.Tensor):
     _is_given: bool
     """True if the caller passed the shards, so that the tensor is no leaf even if they are."""
     _writes: int
-    """Number of times that functions have written to it."""
+    """Number of times that functions have written to the tensor."""
     _shards: dict[int, torch.Tensor] | str | None
     """The shards of this process; None until they are needed; an error text if unusable."""
     _torch: "TorchDTensor | None"
