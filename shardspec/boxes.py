@@ -18,7 +18,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def split_interval(lo: int, hi: int, parts: int, index: int) -> tuple[int, int]:
-    """Return part `index` of ``[lo, hi)`` cut into `parts` by the rule of `torch.chunk`.
+    """Return part `index` of ``[lo, hi)`` split into `parts` by the rule of `torch.chunk`.
 
     >>> [split_interval(0, 5, 4, index) for index in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

@@ -301,7 +301,7 @@ class Catalog:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return the outline of a tensor without reading the files of its boxes."""
+        """Return the `Outline` of a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
@@ -519,7 +519,7 @@ class OutputTensor(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A box of a tensor in a file, row-major."""
+    """A row-major box of a tensor that is written at one position of a file."""
 
     tensor: OutputTensor
     box: Box

@@ -307,7 +307,7 @@ class _Change(NamedTuple):
 
 
 def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
-    """Return the difference of each group of tensors, of those that both checkpoints have."""
+    """Return the difference of each group of tensors; tensors of one checkpoint are ignored."""
     changes = {}
     for group, names in groups_of(sizes).items():
         changed = [extents[name] for name in names if name in extents]

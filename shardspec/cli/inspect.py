@@ -171,7 +171,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
 
 
 def _picture(summary: CheckpointSummary, name: str) -> str:
-    """Return a drawing of the boxes with their ranks; a table if the boxes form no grid."""
+    """Return a drawing of boxes and their ranks; a table if the boxes are not a grid."""
     tensor = summary.source.outline(name)
     layout = summary.layout(tensor)
     if layout is not None:

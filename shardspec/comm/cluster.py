@@ -118,7 +118,7 @@ class Cluster:
         return max(link.start_s for link in (self.inside, self.between) if link is not None)
 
     def axis_links(self, mesh: DeviceMesh) -> tuple[Link, ...] | None:
-        """Return the link of each axis of a mesh; None if hosts cut an axis unevenly.
+        """Return the link of each axis of a mesh; None if an axis spans hosts unevenly.
 
         >>> one, two = Link(0.0, 1e-12, "one"), Link(0.0, 1e-11, "two", port="device")
         >>> links = Cluster(one, two, 8).axis_links(DeviceMesh(range(16), (4, 4)))

@@ -171,7 +171,7 @@ class CostModel:
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
-        """Return lines over the bytes of the largest shard; the lowest is the step's price."""
+        """Return (seconds, seconds per byte of the largest shard) lines; the lowest one counts."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = curves.kind_of(step), self._long(step.axes)
         if kind is None or not axes:
@@ -283,7 +283,7 @@ class CostModel:
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
     ) -> tuple[Line, ...]:
-        """Return the price of a collective over several nodes, as lines over bytes."""
+        """Return the price of a collective over nodes as (seconds, seconds per byte) lines."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
         latency, beta = (
             self._ring(kind, across)[0],
@@ -394,7 +394,7 @@ def exchange_start(model: CostModel) -> float:
 
 
 def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
-    """Return the axes whose link is slower than that of an axis in `cut`.
+    """Return the axes whose link is slower than the link of any axis in `cut`.
 
     Replicas along these axes do not share the sending of an exchange; it would be slower.
 

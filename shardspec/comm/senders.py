@@ -106,7 +106,7 @@ Overlapping: TypeAlias = Callable[
 
 
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield what `overlaps` yields, by a sweep along the first dim."""
+    """Yield the overlaps of boxes as `overlaps` does, by a sweep along the first dim."""
     waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
     near: list[int] = []
     for box in want:
@@ -220,7 +220,7 @@ def _filled(load: Sequence[float], total: float) -> list[float]:
 
 
 class Senders:
-    """The senders of all bytes if boxes may be cut.
+    """Chooses the senders of all bytes, where a box may be sent by several holders in parts.
 
     `demands` are pairs of holders and bytes. Demands on the same holders form one sequence of bytes
     in their order. Each of these holders sends one stretch of it.
@@ -264,7 +264,7 @@ class Senders:
     def split(
         self, holders: Holders, box: Box, start: int, num_bytes: int
     ) -> list[tuple[int, Box]]:
-        """Return the senders of a box, cut by rows if it is in several stretches."""
+        """Return (part of the box, sender) pairs: the whole box, or ranges of rows."""
         stretches = self.stretches(holders, start, num_bytes)
         sides = box_shape(box)
         longest = max(sides, default=1)

@@ -337,14 +337,14 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
-    """Yield (table, row) for all rows; tables are ``model``, ``layer`` and ``mtp``."""
+    """Yield (table, `Row`) for all entries of the tables ``model``, ``layer`` and ``mtp``."""
     for table, rows in family.rows.items():
         for row in rows:
             yield table, row
 
 
 def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
-    """Yield (name with placeholders for numbers, row, side) for every row and place."""
+    """Yield (name without numbers, `Row`, (name, view, slices)) for every row and convention."""
     for table, row in rows_in(family):
         for place, side in row.sides.items():
             if side is not None:

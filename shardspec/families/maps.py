@@ -75,7 +75,7 @@ def chain_of(
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
-    """Return for each name in a format all its spellings, as names or patterns."""
+    """Return, for each name in a format, the names or patterns that other versions use for it."""
     map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:

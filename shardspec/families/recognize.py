@@ -84,7 +84,7 @@ class Recognized(NamedTuple):
 def recognize(
     model: Model, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
 ) -> Recognized:
-    """Return the format and the spelling of a source's names.
+    """Return the naming convention, prefixes and missing tensors of a source.
 
     Parameters
     ----------

@@ -209,7 +209,7 @@ class Space:
 
 @lru_cache(maxsize=4)
 def orbits(space: Space, axis_kinds: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
-    """Return the representative of each state's orbit, and the permutations that lead to it.
+    """Return one representative for each group of equally priced states, and permutations to it.
 
     States in one orbit cost the same, as [S0,R] and [R,S0] of an even square do. They differ by a
     permutation of tensor dims (all but the first dim if `first`), or of mesh axes with the same

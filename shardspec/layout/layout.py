@@ -336,7 +336,7 @@ def _part_intervals(
 
 @dataclass(frozen=True, slots=True)
 class LayoutCell:
-    """A layout restricted to one cell: each device has at most one box of the cell."""
+    """A layout restricted to one box of the tensor, a cell, of which a device has one part."""
 
     layout: Layout
     cell: Box

@@ -146,7 +146,7 @@ def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
 
 
 def changed_axes(*both: Cuts) -> tuple[int, ...]:
-    """Return the axes whose position in the cuts differs, ascending.
+    """Return the axes that shard another dim, or the same in another order, ascending.
 
     >>> changed_axes(((0, 1), ()), ((0,), (1,)))
     (1,)
@@ -233,7 +233,7 @@ large_prices = lru_cache(maxsize=4)(_prices)
 
 
 def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
-    """Return `model.lines` with a cache for steps of equal cost."""
+    """Return a cached `model.lines`: steps with the same kind and axes share one result."""
     lines_of: dict[object, tuple[Line, ...]] = {}
 
     def lines(step: Step) -> tuple[Line, ...]:
@@ -248,7 +248,7 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineArrays]]:
-    """Return (states before, states after, lines) of all steps; lines are over bytes of a shard.
+    """Return (states before, states after, price lines over shard bytes) of all steps.
 
     The lowest line is the price.
     """
@@ -309,7 +309,7 @@ def _routed(
 
 @lru_cache(maxsize=8)
 def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, LineArrays]]:
-    """Return lines from one of the equally priced states each to all states, over tensor bytes."""
+    """Return price lines from one state per group of equally priced ones to all states."""
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
     scale, rows = prod(sizes), []
@@ -326,7 +326,7 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, L
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
 ) -> Iterator[tuple[Ints, LineArrays, LineArrays]]:
-    """Yield batches of sources sharded by the same axes, with lines of permute and exchange."""
+    """Yield batches of sources sharded by the same axes, with prices of permute and exchange."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])

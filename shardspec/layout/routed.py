@@ -51,7 +51,7 @@ def value_at(lines: LineArrays, x: float) -> Floats:
 
 
 def pruned(fixed: Floats, slope: Floats) -> LineArrays:
-    """Return usually far fewer lines with the same maximum for every ``x >= 0``.
+    """Return the lines that determine the maximum for some ``x >= 0``, usually few.
 
     The upper envelope of the lines found is convex, so a line that exceeds it does so at a crossing
     of two of them.
@@ -214,7 +214,7 @@ class Routing:
         return bits
 
     def lines(self, sources: Ints, targets: Ints) -> tuple[LineArrays, LineArrays]:
-        """Return the lines of permute and of exchange, over bytes per element, of pairs of specs.
+        """Return the prices of permute and exchange for pairs of specs, as lines over item bytes.
 
         All sources must be sharded by the same axes. A permute between different sets of boxes
         costs inf.
@@ -237,7 +237,7 @@ class Routing:
         return elements
 
     def _exchange(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the lines of exchanges: the sums over axes, the cheapest first.
+        """Return the prices of exchanges as lines, with devices fetched from nearest axes first.
 
         The devices that differ from a device only on some axes have products of parts, one per
         dim. So the elements that it gets from them are a product of sums over single dims.
@@ -299,7 +299,7 @@ class Routing:
         return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the lines of permutes; source and target have the same boxes equally often."""
+        """Return the prices of permutes as lines, if source and target have equal boxes."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:

@@ -239,7 +239,7 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
 
 
 def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
-    """Yield moves that all-reduce what is pending in the source but not in the target.
+    """Yield moves that finish reductions which are pending in the source but not in the target.
 
     >>> from shardspec import DeviceMesh
     >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[R|P01]", (8,), "f32")

@@ -288,7 +288,7 @@ class ReshardPlan:
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None
     ) -> Rows:
-        """Return the copies that a device receives or sends, as rows of strided copies.
+        """Return the copies that a device receives or sends, as an array of strided copies.
 
         Another library can move the bytes by these rows. The `page on transfers <transfers.md>`_
         explains the fields and has a player. Rows are valid for plans of one `digest`.

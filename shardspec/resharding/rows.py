@@ -50,7 +50,7 @@ Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
 
 
 class FileRegion(NamedTuple):
-    """Place of a box of a tensor in a file of a checkpoint."""
+    """Position and strides of a box of a tensor in a file of a checkpoint."""
 
     file: int
     """Number of the file in the plan."""
@@ -62,7 +62,7 @@ class FileRegion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Place of a box, counted in bytes from the start of a shard or file."""
+    """Position and strides of a box, in bytes from the start of a shard or file."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -122,7 +122,7 @@ def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Cop
 
 
 class _Places:
-    """Places of boxes in shards, whose strides are declared or row-major, and in files."""
+    """Finds the positions of boxes in shards, with declared or row-major strides, and in files."""
 
     def __init__(
         self, plan: StateCopies, declared: Declared, files: Mapping[str, Sequence[FileRegion]]
@@ -231,7 +231,7 @@ def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple
 
 
 def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
-    """Return rows that copy a box.
+    """Return the `ROW` entries that copy a box.
 
     Bytes that are contiguous at both ends are a run. A row repeats its run along the longest other
     dim, and each index of the remaining dims has a row.

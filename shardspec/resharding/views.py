@@ -72,7 +72,7 @@ class TensorView(NamedTuple):
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
     ) -> tuple[tuple[int, ...], int]:
-        """Return the steps along the axes of the view, and the place of its element at `corner`.
+        """Return the strides along the axes of the view, and the offset of its element at `corner`.
 
         `strides` are steps in the memory of a shard, `intervals` its indices along each dim.
         """

@@ -153,7 +153,7 @@ def run_step(
 
 
 def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor:
-    """Return the part of a device's shard in a cell; a scalar as a vector of one element."""
+    """Return the part of a device's shard that is in a cell; a scalar becomes a vector."""
     return shard[cell.index(device)] if cell.cell else shard.view(1)
 
 

@@ -127,7 +127,7 @@ restore the missing file or save again
 def memoize_by_boxes(
     find: Callable[[AnyOutline], _Result],
 ) -> Callable[[AnyOutline], _Result]:
-    """Return a function that computes one result for all outlines with the same tuple of boxes."""
+    """Return a cached `find`: an `Outline` with the same tuple of boxes has the same result."""
     # Keys contain ids of tuples, which the outlines keep alive.
     results: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
 

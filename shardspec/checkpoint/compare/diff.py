@@ -97,7 +97,7 @@ def amount_text(extent: DiffExtent) -> str:
 
 
 def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
-    """Return the extent of several tensors together.
+    """Return the `DiffExtent` of several tensors together.
 
     >>> total_extent([DiffExtent(6, 1, 0.25, 0.01, (0, 0)), DiffExtent(4, 2, 3.0, 0.5, (1, 0))])
     DiffExtent(elements=10, differing=3, max_abs=3.0, max_rel=0.5, nans=(1, 0))

@@ -378,7 +378,7 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
 
 
 class Destination(NamedTuple):
-    """Place of an output."""
+    """The path to write to, and the state of the output that is replaced."""
 
     path: StoragePath
     overwrite: bool = False
@@ -402,7 +402,7 @@ Extents: TypeAlias = list[tuple[int, int]]
 
 
 def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
-    """Yield tasks: all extents of a few tensors, or of one file."""
+    """Yield tasks for threads: all extents of a few tensors, or of one file."""
     # Extents as single numbers: there may be ten million.
     groups: dict[object, array[int]] = {}
     for number, file in enumerate(target.files):

@@ -370,7 +370,7 @@ def _without(model: Model, found: Recognized) -> Model:
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the maps from names in files to those of a spelling; none if they are equal."""
+    """Return the maps from names in files to names with other prefixes; none if equal."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}

@@ -342,7 +342,7 @@ class _Writer:
         return True
 
     def _digested(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the blocks of a tensor that changed; digest both sides on the way."""
+        """Yield the blocks of a changed tensor; compute the digests of both checkpoints too."""
         outline, at = self.sides[0].outline(name), 0
         values = [TensorDigest(outline.dtype, outline.shape) for _ in self.sides]
         for pair in self._blocks(name):

@@ -86,7 +86,7 @@ _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
 
 
 class _Parameter(NamedTuple):
-    """A parameter, and its place in the concatenation of flat tensors."""
+    """A parameter, and its range in the concatenation of flat tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -325,7 +325,7 @@ def _number(state: TorchState, key: str) -> int | None:
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
-    """Return the place of each parameter, and the length of each concatenation of flat tensors."""
+    """Return each parameter's range in the concatenated flat tensors, and their total length."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
@@ -415,7 +415,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
-    """Compare the places of parameters with the places that ranks of stages 1 and 2 record."""
+    """Compare the ranges of parameters with those that ranks of stages 1 and 2 record."""
     # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:

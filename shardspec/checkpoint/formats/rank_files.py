@@ -348,7 +348,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         return catalog.StoredTensor(name, *facts, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
-        """Return the tensor's places in the storages of the ranks."""
+        """Return the positions of the tensor's bytes in the storages of all ranks."""
         tensors = [group[0].tensors[name] for group in self._groups]
         return tuple(
             None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors

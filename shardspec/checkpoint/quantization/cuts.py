@@ -72,7 +72,7 @@ def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: Text
 def check_blocks(
     source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
-    """Refuse layouts, by name, that cut codes inside blocks, or scales differently from codes.
+    """Refuse layouts that split blocks of codes, or shard scales differently from codes.
 
     Codes that a map changes may not be cut at all, unless it only renames them.
     """

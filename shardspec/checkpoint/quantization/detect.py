@@ -48,7 +48,7 @@ _OF_COMPUTED: Final = re.compile(
 
 
 class Blocks(NamedTuple):
-    """Positions where codes may be cut."""
+    """Block sizes of codes, between which a dim may be split."""
 
     sides: Shape
     """Block size per dim: codes may be split at multiples of it."""

@@ -136,7 +136,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def _state_facts(described: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return the facts on which ranks must agree: what a fact is about -> its text."""
+    """Return subject -> text for each fact on which ranks must agree."""
     at = {name: f" at {path}" for name, path in described.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"

@@ -98,7 +98,7 @@ _NAMES: Final[unpickler.PickledNames] = {
 def read_metadata(
     path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
-    """Return entries, their places, Megatron-core's notes on flat tensors, and nested keys."""
+    """Return entries, their files and offsets, Megatron-core's flat tensors, and nested keys."""
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata", room_per_byte=_ROOM_PER_BYTE)

@@ -62,7 +62,7 @@ _MAX_OPAQUE_PARTS: Final = 1 << 17
 
 
 class StateTensor(NamedTuple):
-    """A tensor in a file, and the place of its bytes."""
+    """A tensor in a file, and the position of its bytes."""
 
     local: TorchTensor
     place: TensorPlace
@@ -307,7 +307,7 @@ def whole_tensor(name: str, path: StoragePath, tensor: StateTensor, rank: int = 
 def stored_box_of_rank(
     layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
-    """Return the place of one box of a rank, whose shard is at `local`."""
+    """Return one box of a rank as a `StoredBox`; `local` is the position of the rank's shard."""
     box, addend = part
     offset, digest, strides = local
     if not layout.spec.is_plain:

@@ -93,7 +93,7 @@ class Complex(str):
 
 
 class TensorPlace(NamedTuple):
-    """The place of a tensor's bytes in its file: the last fields of a `StoredBox`."""
+    """The position of a tensor's bytes in its file: the last fields of a `StoredBox`."""
 
     offset: int
     digest: Digest | None  # of its storage; None if torch computed none
@@ -117,7 +117,7 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> TensorPlace:
-    """Return the place of a tensor's bytes in the file; reads and checks the record's header."""
+    """Return the position of a tensor's bytes in the file; reads and checks the record's header."""
     check_record(tensor, archive)
     name = f"data/{tensor.storage.key}"
     start, record = archive.start(file, name), archive.record(name)
