@@ -74,7 +74,7 @@ def test_numbers_are_read_in_every_spelling(tmp_path, spelling, suffix):
         tmp_path / f"{model}.{suffix}.index.json", {"a": first.name, "b": second.name}
     )
     assert_same(read_whole(tmp_path), A | B)
-    assert refused(first) == f"{alone} its index, {index}"
+    assert refused(first) == f"{alone} the index, {index}"
     for listed in ({"a": first.name}, {"b": second.name}):
         (left_out,) = {first.name, second.name} - set(listed.values())
         write_index(index, listed)
