@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes of factors that an interval of a dim shares with the view."""
+    """Return the boxes, one interval per factor, that an interval of a dim covers in the view."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
