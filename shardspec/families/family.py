@@ -149,9 +149,7 @@ def read_family(text: str, name: str) -> Family:
     for pattern in without:
         every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
         if not any(fnmatchcase(old, pattern) for old in every):
-            raise reader.wrong(
-                pattern, f"without = {shown(pattern)} matches no row of the base family"
-            )
+            raise reader.wrong(pattern, f"without: {shown(pattern)} matches no row of the base")
     rows = {}
     for table in ("model", "layer", "mtp"):
         own = [reader.row(entry) for entry in document.get(table, [])]

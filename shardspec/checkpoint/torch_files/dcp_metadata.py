@@ -239,8 +239,8 @@ def unflattened(
     several = any(end - start != 1 for start, end in at)
     if len(counts) != len(shape) or covered != shape or prod(block) != elements or several:
         raise ValueError(
-            f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which such blocks do "
-            f"not tile, or chunk {box_text(chunk)} is in several blocks"
+            f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which is not made of "
+            f"such blocks, or chunk {box_text(chunk)} is in several blocks"
         )
     start_at = 0
     for inner in row_major_boxes(block, lo, hi):
