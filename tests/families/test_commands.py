@@ -150,7 +150,7 @@ def changed(config: dict[str, object]) -> dict[str, object]:
             {"model_type": "brain"},
             "no family for models of type 'brain'; known families: deepseek-v2",
         ),
-        ({"model_type": "qwen2"}, "of families 'gemma3'"),
+        ({"model_type": "qwen2"}, "families 'gemma3'"),
         ({"num_hidden_layers": 4}, "lacks 'model.layers.3.input_layernorm.weight'"),
         ({"num_hidden_layers": 2}, "model.layers.2."),
         ({"num_experts": 3}, "num_experts give a multiple of 3"),

@@ -397,7 +397,7 @@ def test_a_name_says_which_format_is_meant():
 @pytest.mark.parametrize(
     ("points", "problem"),
     [
-        ({"x": "no_such_module:FORMAT"}, r"loaded \(ModuleNotFoundError: .*\); repair or"),
+        ({"x": "no_such_module:FORMAT"}, r"cannot be loaded \(ModuleNotFoundError.*repair or"),
         ({"x": "format_plugin:NOTHING"}, r"cannot be loaded \(AttributeError: .*\); repair or"),
         ({"x": "format_plugin:DTYPES"}, r"leads to a str; it should lead to a .*\.Format$"),
         ({"x": "format_plugin:FORMAT"}, r"'npz' is taken by another format; uninstall one"),

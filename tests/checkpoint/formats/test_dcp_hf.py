@@ -291,7 +291,7 @@ def respoil(ckpt, change, rank=2):
         (
             lambda s: s.tensors.update(even=torch.zeros(3, 5, dtype=torch.bfloat16)),
             "tensor 'even': rank 1's box [2:5, 0:5] in {path} and rank 2's box [4:6, 0:5] in "
-            "{third} partially overlap; the checkpoint is inconsistent",
+            "{third} partially overlap; the checkpoint is inconsistent, save it again",
         ),
     ],
 )
