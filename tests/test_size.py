@@ -24,7 +24,7 @@ BUDGET = {
     "shardspec/profiling": (378, 3),
     "shardspec/resharding": (4671, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3317, 16),
-    "tests": (56550, 352),  # 98 lines hold the rules of plain English
+    "tests": (56551, 352),  # 98 lines hold the rules of plain English
 }
 
 
