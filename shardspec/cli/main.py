@@ -8,6 +8,7 @@ a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used,
 import gc
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -186,6 +187,8 @@ def main() -> None:
     # Handled as an interrupt, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _interrupt)
     sys.unraisablehook = _interrupt_again
+    # Clients of stores log what they then raise; only the error is printed.
+    logging.getLogger().addHandler(logging.NullHandler())
     # A terminal that cannot encode '→' shows '?'.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

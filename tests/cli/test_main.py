@@ -487,3 +487,24 @@ def test_an_error_on_a_terminal_has_three_lines_wrapped_at_words(args, columns):
     assert lines[0].startswith("Error:")
     assert sum(-(-cell_len(line) // columns) for line in lines) <= 3
     assert all(" " not in line or cell_len(line) <= columns for line in lines)
+
+
+LOGGED = """
+import logging, sys
+from shardspec.cli import main
+from shardspec.errors import CheckpointError
+
+def refuse(**_):
+    logging.getLogger("gcsfs").error("retrying\\nagain")
+    raise CheckpointError("gs://a: cannot be read")
+
+main.cli.invoke = lambda _: refuse()
+sys.argv = ["shardspec", "inspect", "gs://a"]
+main.main()
+"""
+
+
+def test_what_libraries_log_does_not_stand_above_an_error():
+    done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "Error: gs://a: cannot be read\n"
