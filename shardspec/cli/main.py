@@ -136,7 +136,7 @@ class _LazyGroup(CommandGroup):
 
 
 def option_text(part: TextPart) -> str:
-    """Return a part of an error message; an argument of the library as its option."""
+    """Return a part of an error message as text; an `Argument` as its command-line option."""
     if isinstance(part, str):
         return part
     option = part.name.replace("_", "-")
@@ -201,7 +201,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
-    """Repeat an interrupt that came during a callback, where Python ignores exceptions."""
+    """Raise an interrupt again that came during a callback, where Python ignores exceptions."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM]).start()
     else:

@@ -166,7 +166,7 @@ def test_options_are_grouped_under_headings(words):
 def test_what_has_gone_is_answered_by_its_remedy(args, remedy):
     result = run(*args)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert " has gone; " in result.stderr
+    assert " was removed; " in result.stderr
     assert remedy in result.stderr
 
 
