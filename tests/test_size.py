@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 # `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
-    "shardspec": (45708, 183),  # 57 lines of worked examples
-    "shardspec/checkpoint": (19390, 72),
+    "shardspec": (45709, 183),  # 57 lines of worked examples
+    "shardspec/checkpoint": (19391, 72),
     "shardspec/cli": (3560, 13),
     "shardspec/comm": (4278, 20),
     "shardspec/explorer": (229, 1),
@@ -24,7 +24,7 @@ BUDGET = {
     "shardspec/profiling": (378, 3),
     "shardspec/resharding": (4671, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3317, 16),
-    "tests": (56551, 352),  # 98 lines hold the rules of plain English
+    "tests": (56553, 352),  # 98 lines hold the rules of plain English
 }
 
 

@@ -151,7 +151,8 @@ def _merged(
     new: dict[str, str] = {}
     for name, own in saved.items():
         place, shape = places.get(name), adapter.outline(own).shape
-        tied = place is not None and places.is_tied(place) and ".base_layer." not in own
+        replaces = ".base_layer." not in own and name.rpartition(".")[0].endswith(trained)
+        tied = replaces and place is not None and places.is_tied(place)
         if tied and not config.get("ensure_weight_tying"):
             raise CheckpointError(
                 f"{adapter.directory}: {shown(own)} replaces one of two tied tensors, which unties "
