@@ -84,7 +84,7 @@ def test_what_an_option_takes_is_named_in_words_not_as_a_constant():
     assert [word for word in sorted(taken) if "_" in word] == []
 
 
-@pytest.mark.parametrize("words", [(), ("links",), ("delta",), ("plan",), ("merge",)])
+@pytest.mark.parametrize("words", [(), ("links",), ("delta",), ("plan",)])
 def test_help_fits_a_narrow_terminal_and_ends_no_sentence_early(words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = run(*words, "-h").stdout.partition("Examples:")[0]
