@@ -245,7 +245,7 @@ def _names(directory: StoragePath) -> list[str]:
     """Return the names in a directory in natural order: step-9 before step-10."""
     try:
         return natural_order(directory.names())
-    except OSError:
+    except (OSError, CheckpointError):
         return []
 
 

@@ -107,7 +107,7 @@ def intervals(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], siz
         for axis in axes:
             block = -(-(hi - lo) // mesh_shape[axis])
             lo += np.minimum(coordinates[:, axis] * block, hi - lo)
-            np.minimum(hi, lo + block, out=hi)
+            hi[:] = lo + np.minimum(hi - lo, block)  # lo + block may overflow
     return sides[0], sides[1]
 
 

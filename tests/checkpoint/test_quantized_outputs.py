@@ -186,7 +186,7 @@ def test_a_pattern_that_takes_too_long_is_refused(tmp_path):
 
 
 def test_scales_of_caches_go_with_the_codes(tmp_path):
-    names = ("k_scale", "v_scale", "kv_scale", "kv_cache_scale", "k_proj.k_zero_point")
+    names = ("k_scale", "v_scale", "kv_scale", "kv_cache_scaling_factor", "k_proj.k_zero_point")
     cache = {f"{LAYER}self_attn.{name}": torch.ones(()) for name in names}
     cache[f"{LAYER}self_attn.q_scale"] = torch.ones(1)
     weight = {"a.weight": torch.ones(128, 128).to(E4M3), "a.weight_scale_inv": torch.ones(1, 1)}
@@ -219,6 +219,13 @@ AXES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], bool]] = [
     ((64, 64), (2, 64), compressed("group", group_size=32), False),
     ((64, 64), (64, 2), compressed("group", group_size=32), True),
     ((1, 64), (1,), compressed("channel"), True),
+    ((4, 64, 64), (4, 64), compressed("channel"), False),
+    ((4, 64, 32), (4, 64), compressed("channel"), True),
+    ((4, 8, 8), (4,), compressed("tensor"), True),
+    ((4, 8, 8), (4, 1, 1), compressed("tensor"), True),
+    ((1, 8, 8), (), compressed("tensor"), True),
+    ((8, 8, 8), (1, 8, 1), compressed("tensor"), False),
+    ((8, 8, 8), (1, 1, 8), compressed("tensor"), False),
 ]
 
 
@@ -232,7 +239,7 @@ def test_the_shape_of_scales_says_their_axis_or_is_refused(tmp_path, case):
             merge(source, tmp_path / "out.safetensors", dtype="f32")
         return
     found = merged(source, tmp_path / "out.safetensors", dtype="f32")["w"]
-    by = scales if scales.dim() == len(shape) else scales[:, None]
+    by = scales.reshape(*of_scales, *[1] * (len(shape) - len(of_scales)))
     by = by.repeat_interleave(shape[-1] // by.shape[-1], -1)
     assert torch.equal(found, codes.float() * by)
 

@@ -1,6 +1,8 @@
 """Storages are known by their members alone: one module each, and nobody asks which one it is."""
 
 import ast
+import errno
+import os
 
 import pytest
 
@@ -8,6 +10,7 @@ from shardspec.checkpoint.storage import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.object_store import ObjectPath
 from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.errors import CheckpointError
 from tests.sources import FILES, ROOT, nodes_of
 
 STORAGE = ROOT / "checkpoint" / "storage"
@@ -103,3 +106,16 @@ def test_paths_are_joined_and_compared_in_their_storage(home):
     assert str(file) == f"{home}/sub/x.bin"
     assert storage_path(str(file)) == file
     assert home in file.parents
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(tmp_path, monkeypatch, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    place = storage_path(tmp_path)
+    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(os, "scandir", fail)
+    for look in (place.names, place.list, lambda: [*place.names_below()]):
+        with pytest.raises(CheckpointError, match=os.strerror(code)):
+            look()

@@ -1,10 +1,17 @@
 """JSON that breaks a rule is refused by one short line."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec.checkpoint.formats import native
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.storage import strict_json
 from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.errors import CheckpointError
 
@@ -63,3 +70,22 @@ def test_a_text_that_breaks_a_rule(text, problem):
 def test_texts_that_would_fill_the_memory_are_refused(text):
     with pytest.raises(CheckpointError, match=r"f: the header has \d+ bytes, .* more than 448 MiB"):
         parse_json(text, Path("f"), "header")
+
+
+def test_boxes_count_as_the_entries_that_they_become(tmp_path, monkeypatch):
+    """An info fits because equal boxes are shared; boxes that differ, or other objects, do not."""
+    weights = {f"layer.{number}.weight": torch.ones(8, 2) for number in range(300)}
+    mesh = DeviceMesh(range(8))
+    save_sharded({n: DTensor(t, mesh, "[S0,R]") for n, t in weights.items()}, tmp_path / "a")
+    info = tmp_path / "a" / native.INFO_NAME
+    text = info.read_text()
+    for module in (native, strict_json):
+        monkeypatch.setattr(module, "ROOM_BYTES", 2 << 20)
+    assert strict_json.values_bytes(text.encode()) > 2 << 20
+    assert len(open_checkpoint(tmp_path / "a").names) == 300
+    numbers = itertools.count(1000)
+    others = re.sub(r'"box": \[\[\d+', lambda _: f'"box": [[{next(numbers)}', text)
+    for spoiled in (others, text.replace('{"box": ', '{"bax": ')):
+        info.write_text(spoiled)
+        with pytest.raises(CheckpointError, match="more than 2 MiB of memory"):
+            open_checkpoint(tmp_path / "a")

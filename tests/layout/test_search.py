@@ -25,6 +25,7 @@ from shardspec.layout.graph import (
     state_of,
     successors,
 )
+from shardspec.layout.routed import intervals
 from shardspec.layout.search import naive_plan
 from tests.layout import formulas
 from tests.layout.plan_texts import plan_texts
@@ -209,6 +210,22 @@ def test_a_tensor_so_large_that_ties_are_not_broken():
     assert str(plan.target.spec) == "[R,S2]"
     naive = naive_plan(layout, layout.with_spec("[R,S2]"), CostModel.of_mesh(layout.mesh))
     assert plan.cost_seconds < naive.cost_seconds
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2**63 - 1, 2**63 - 2, 2**62 + 1, 2**62])
+@pytest.mark.parametrize("specs", [("[S0]", "[S1]"), ("[S0]", "[S10]"), ("[S01]", "[S1]")])
+def test_sides_whose_sum_is_past_64_bits(size, specs):
+    """Starts and stops of parts stay below the size, and so do all sums on the way."""
+    mesh = DeviceMesh(range(6), (2, 3))
+    source, target = (Layout(mesh, spec, (size,), "float32") for spec in specs)
+    plan = LayoutConverter().plan(source, target)
+    assert 0 < plan.cost_seconds < inf
+    every = [(0,), (1,), (0, 1), (1, 0)]
+    for axes, *sides in zip(every, *intervals(mesh.shape, every, size), strict=True):
+        layout = Layout(mesh, f"[S{''.join(map(str, axes))}]", (size,), "float32")
+        due = [layout.intervals(device)[0][0] for device in mesh.ids]
+        assert [*zip(*map(np.ndarray.tolist, sides), strict=True)] == due
 
 
 def test_processes_that_plan_alone_find_the_same_plans():

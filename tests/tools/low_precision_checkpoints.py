@@ -15,7 +15,9 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from tests.tools.commands import shardspec
 from tests.tools.table import Row, write_rows
 
-SHAPES = ((576, 7168), (1000, 4096), (130, 130), (1, 128), (256, 384))
+SHAPES = ((640, 7168), (1024, 4096), (128, 128), (256, 384))
+UNEVEN = ((576, 256), (130, 130), (1, 128))
+"""Sides that 128 does not divide: transformers would not read codes, so these stay as they are."""
 CONFIG = SimpleNamespace(
     quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
 )
@@ -27,14 +29,6 @@ def weights(shape: tuple[int, int]) -> torch.Tensor:
     return found.bfloat16()
 
 
-def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a matrix of whole blocks, since transformers takes no others, or takes them wrong."""
-    rows, columns = tensor.shape
-    bits = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
-    found = torch.nn.functional.pad(bits, (0, -columns % 128, 0, -rows % 128))
-    return found.view(tensor.dtype)
-
-
 def same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
     """Compare numbers; a NaN is like any other."""
     a, b = one.float(), other.float()
@@ -43,7 +37,7 @@ def same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
 
 
 def fp8(place: Path) -> None:
-    tensors = {f"{n}.up_proj.weight": weights(shape) for n, shape in enumerate(SHAPES)}
+    tensors = {f"{n}.up_proj.weight": weights(shape) for n, shape in enumerate(SHAPES + UNEVEN)}
     (place / "fp8").mkdir()
     save_file(tensors, place / "fp8" / "model.safetensors")
     (place / "fp8" / "config.json").write_text("{}")
@@ -53,13 +47,17 @@ def fp8(place: Path) -> None:
     back = load_file(place / "fp8.safetensors")
     quantize, dequantize = Fp8Quantize(CONFIG), Fp8Dequantize(CONFIG)
     for name, tensor in tensors.items():
-        rows, columns = tensor.shape
-        theirs = quantize._quantize_one(name, padded(tensor))
+        if tuple(tensor.shape) in UNEVEN:
+            assert torch.equal(low[name], tensor), name
+            assert torch.equal(back[name], tensor), name
+            assert f"{name}_scale_inv" not in low, name
+            continue
+        theirs = quantize._quantize_one(name, tensor)
         codes, scales = theirs[name], theirs[f"{name}_scale_inv"]
-        same(low[name], codes[:rows, :columns], name)
+        same(low[name], codes, name)
         assert torch.equal(low[f"{name}_scale_inv"], scales), name
         numbers = dequantize._dequantize_one(codes, scales, torch.bfloat16)
-        same(back[name], numbers[:rows, :columns], name)
+        same(back[name], numbers, name)
 
 
 def microscaling(place: Path) -> None:

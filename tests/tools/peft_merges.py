@@ -47,7 +47,6 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
     ),
     "biases": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
-    "bias of B": ("qwen2", {"target_modules": ["q_proj"], "lora_bias": True}),
     "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}),
     "parameter": ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
 }

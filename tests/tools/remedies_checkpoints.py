@@ -71,7 +71,7 @@ def job(place: Path) -> None:
 
 def run_remedy(refusal: str, run: Path, out: Path) -> None:
     """Run the command that a refusal names, with the folders in the place of its capitals."""
-    found = re.search(r"python -(?:c \"[^\"]+\"|m .*)", refusal)
+    found = re.search(r"python -(?:c \"[^\"]+\"|m [^;]+)", refusal)
     assert found is not None, refusal
     command = found[0].replace("RUN", str(run)).replace("OUTPUT", str(out))
     command = command.replace("OUT.pt", str(out)).replace("python", sys.executable, 1)

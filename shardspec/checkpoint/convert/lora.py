@@ -37,7 +37,7 @@ _CONFIG: Final = "adapter_config.json"
 _PREFIX: Final = re.compile(r"(.*?\.)?base_model\.model\.")
 _PART: Final = re.compile(
     r"(?P<module>.+?)\.(?P<kind>lora_(embedding_)?[AB]|lora_magnitude_vector)"
-    r"(\.(?!(weight|bias)$)(?P<adapter>[^.]+))?(\.(?P<leaf>weight|bias))?"
+    r"(\.(?!(weight|bias)$)(?P<adapter>[^.]+))?(\.weight)?"
 )
 _SAVED: Final = re.compile(
     r"\.base_layer(?=\.)|\.modules_to_save(\.(?!(weight|bias)$)[^.]+)?(?=\.)"
@@ -48,6 +48,7 @@ _CHANGES_BASE: Final = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*")
 _REFUSED: Final = (
     "layer_replication",
     "trainable_token_indices",
+    "lora_bias",
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -79,16 +80,16 @@ class _Delta(NamedTuple):
     """A change of one weight: names of the adapter's tensors, and how they are combined."""
 
     a: str
-    """Name of A, of shape (rank * experts, inputs), or of a bias to add."""
-    b: str = ""
-    """Name of B, of shape (outputs, rank * experts); empty for a bias."""
-    magnitude: str = ""
+    """Name of A, of shape (rank * experts, inputs)."""
+    b: str
+    """Name of B, of shape (outputs, rank * experts)."""
+    magnitude: str
     """Name of DoRA's magnitudes, one for each output; empty without DoRA."""
-    scale: float = 1.0
-    experts: int = 1
-    transposed: bool = False
+    scale: float
+    experts: int
+    transposed: bool
     """True if the weight is stored as (inputs, outputs)."""
-    rounded: bool = False
+    rounded: bool
     """True if the change is rounded before it is added."""
 
 
@@ -140,8 +141,7 @@ def _merged(
     deltas: dict[str, list[_Delta]] = {}
     for target, delta in _deltas(parts, adapter, places, config):
         for name in places.tied(target):
-            # PEFT merges an embedding before the head.
-            deltas[name] = sorted((*deltas.get(name, ()), delta), key=lambda d: not d.rounded)
+            deltas.setdefault(name, []).append(delta)
     trained = tuple(map(str, config.get("modules_to_save") or ()))
     new: dict[str, str] = {}
     for name, own in saved.items():
@@ -216,9 +216,8 @@ def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]
             saved[_SAVED.sub("", name)] = own
             continue
         adapters.add(match["adapter"])
-        kind = "bias" if match["leaf"] == "bias" else match["kind"].rpartition("_")[2]
         of_module = parts.setdefault(match["module"], {})
-        of_module[kind] = own
+        of_module[match["kind"].rpartition("_")[2]] = own
         if "embedding" in match["kind"]:
             of_module["embedding"] = own
     if len(adapters) > 1:
@@ -296,16 +295,7 @@ def _deltas(
             )
         for target, delta in fitting[0]:
             assert delta is not None
-            scale = delta.scale
             yield target, delta
-        bias = every[0].get("bias")
-        if bias is not None:
-            place = places.get(f"{module}.bias")
-            if place is None or places.base.outline(place).shape != adapter.outline(bias).shape:
-                raise CheckpointError(
-                    f"{adapter.directory}: {shown(bias)} has no place: the base has no bias there"
-                )
-            yield place, _Delta(bias, scale=scale)
 
 
 def _delta(
@@ -414,45 +404,54 @@ class _Changed(Recast):
         self._deltas, self._owner = deltas, owner
         self._factor: NDArray[Any] | None = None
 
-    def change(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
-        """Add the changes to numbers, from a row and a column on, and scale them by DoRA."""
-        self._add(values, matrix, row, column)
+    def parts(
+        self, matrix: int, row: int, column: int, shape: tuple[int, ...]
+    ) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """Yield ranges of rows of a part, and their numbers with changes, scaled by DoRA."""
         delta = self._deltas[0]
-        if delta.magnitude:
-            if self._factor is None:
-                self._factor = self._magnitudes(delta)
-            first = column if delta.transposed else row
-            factor = self._factor[first : first + values.shape[delta.transposed]]
-            values *= factor if delta.transposed else factor[:, None]
+        if delta.magnitude and self._factor is None:
+            self._factor = self._magnitudes(delta)
+        for rows, values in self._sums(matrix, row, column, shape):
+            if self._factor is not None and delta.transposed:
+                values *= self._factor[column : column + shape[1]]
+            elif self._factor is not None:
+                values *= self._factor[row + rows.start : row + rows.stop, None]
+            yield rows, values
 
-    def _add(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
-        """Add scale * B @ A to numbers, from a row and a column on."""
-        for number, delta in enumerate(self._deltas):
-            if number:
-                values[...] = self.round(values)
-            a, left = self._owner.read(delta.a, self.wide), np.ones((1, 1), self.wide)
-            right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
-            if delta.b:
-                b = self._owner.read(delta.b, self.wide)
-                left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]
-            if delta.transposed:
-                left, right = right.T, left.T
-            left, scale = left[row : row + len(values)], values.dtype.type(delta.scale)
-            step = max(1, _ALONE // left.size)
-            for at in range(0, values.shape[1], step):
-                part = values[:, at : at + step]
-                change = left @ right[:, column + at : column + at + part.shape[1]]
-                change *= scale
-                part += self.round(change) if delta.rounded else change
+    def _sums(
+        self, matrix: int, row: int, column: int, shape: tuple[int, ...]
+    ) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """Yield ranges of rows of a part, and their numbers with scale * B @ A added."""
+        places = slice(row, row + shape[0]), slice(column, column + shape[1])
+        factors = [self._factors(delta, matrix, *places) for delta in self._deltas]
+        for rows, values in super().parts(matrix, row, column, shape):
+            for left, right, rounded in factors:
+                some, change = left[rows], np.empty_like(values)
+                step = max(1, _ALONE // some.size)
+                for at in range(0, shape[1], step):
+                    columns = slice(at, at + step)
+                    np.matmul(some, right[:, columns], out=change[:, columns])
+                values += self.round(change) if rounded else change
+            yield rows, values
+
+    def _factors(
+        self, delta: _Delta, matrix: int, rows: slice, columns: slice
+    ) -> tuple[NDArray[Any], NDArray[Any], bool]:
+        """Return the factors of a part of a change, and True if their product is rounded."""
+        a, b = (self._owner.read(name, self.wide) for name in (delta.a, delta.b))
+        right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
+        left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]
+        if delta.transposed:
+            left, right = right.T, left.T
+        return left[rows] * left.dtype.type(delta.scale), right[:, columns], delta.rounded
 
     def _magnitudes(self, delta: _Delta) -> NDArray[Any]:
         """Return DoRA's factor of each output: its magnitude by the norm of its weights."""
         squares = np.zeros(self.columns if delta.transposed else self.rows)
         for some in strips(self.rows, self.columns):
             shape = some.stop - some.start, self.columns
-            for rows, values in self.parts(0, some.start, 0, shape):
+            for rows, values in self._sums(0, some.start, 0, shape):
                 first = some.start + rows.start
-                self._add(values, 0, first, 0)
                 square = np.square(values, dtype=np.float64)
                 if delta.transposed:
                     squares += square.sum(0)

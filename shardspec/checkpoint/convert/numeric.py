@@ -64,7 +64,7 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
     """
     if dtype == "bfloat16":
         # bfloat16 is the upper half of a float32.
-        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.left_shift(raw.view(np.uint16), np.uint32(16)).view(np.float32)
     if packed(dtype) > 1:
         # A pair is one element; as a complex number it is compared like any other.
         pairs: NDArray[Any] = FOUR_BITS[raw & 15] + np.complex64(1j) * FOUR_BITS[raw >> 4]
@@ -161,7 +161,8 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
-    half = np.ascontiguousarray(rounded.view(np.uint16)[..., 1::2])
+    rounded >>= np.uint32(16)
+    half = rounded.astype(np.uint16)
     # Rounding could carry a NaN into infinity; torch writes this NaN instead.
     if np.isnan(values.max(initial=0)):
         half[np.isnan(values)] = 0x7FC0

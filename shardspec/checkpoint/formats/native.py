@@ -32,7 +32,14 @@ from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensor
 from shardspec.checkpoint.state import state_dict
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json
+from shardspec.checkpoint.storage.strict_json import (
+    ROOM_BYTES,
+    checked,
+    fields,
+    is_size,
+    read_json,
+    values_bytes,
+)
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
@@ -50,8 +57,13 @@ is_shard: Final = _SHARD.fullmatch
 """Matches the names of files with the shards of a rank."""
 _CRC: Final = re.compile("[0-9a-f]{8}")
 _MAX_SPEC: Final = 4096
-_ROOM_BYTES: Final = 1 << 30
-"""Memory for some 900,000 boxes, counted before they are compacted."""
+_BOX: Final = re.compile(
+    rb'\{"box": (\[(?:\[\d{1,18}, \d{1,18}\](?:, )?)*\]'
+    rb'(?:, "addend": \[\d{1,18}(?:, \d{1,18})*\])?)(?:, "crc32": "[0-9a-f]{8}")?\}'
+)
+"""Matches a box as `info_lines` writes it."""
+_ENTRY_BYTES: Final = 140
+"""Memory of a box; its sides, which equal boxes share, take some 300 bytes and 100 a number."""
 _MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
 _TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
 _FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
@@ -131,7 +143,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
             "this is not a checkpoint; save again"
         )
     shrink = partial(_box_entry, {})
-    content = read_json(path, "sharding info", _ROOM_BYTES, shrink)
+    content = read_json(path, "sharding info", _values_bytes, shrink)
     form, version = fields(content, {"format": str, "version": int}, path, "")
     if (form, version) != (_FORMAT, VERSION):
         raise CheckpointError(
@@ -217,6 +229,22 @@ def _parse_file(
                 )
             entries.append(entry._replace(tensor=tensor))
     return FileEntry(name, rank, num_bytes, entries)
+
+
+def _values_bytes(data: bytes) -> int:
+    """Return an estimate of the memory of an info's values, with the boxes as entries."""
+    num_bytes = values_bytes(data)
+    if num_bytes <= ROOM_BYTES:
+        return num_bytes
+    num_bytes, sides = 0, set()
+    for match in _BOX.finditer(data):
+        num_bytes += _ENTRY_BYTES
+        if match[1] not in sides:
+            sides.add(match[1])
+            num_bytes += 300 + 100 * match[1].count(b",")
+        if num_bytes > ROOM_BYTES:
+            return num_bytes
+    return num_bytes + values_bytes(_BOX.sub(b"", data))
 
 
 def _box_entry(shared: dict[ReplicaKey, ReplicaKey], value: dict[str, Any]) -> object:

@@ -236,7 +236,7 @@ def _save(
             raise
         if leader:
             # Without a lock, another save may own any file that the older info does not list.
-            with suppress(OSError):
+            with suppress(OSError, CheckpointError):
                 older = path.names() if locked else older
             _remove(path, _superseded(path, older, keep={file.name for file in files}))
 

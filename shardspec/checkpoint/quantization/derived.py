@@ -231,14 +231,10 @@ class Recast(ComputedMatrices):
         made = narrow(np.ascontiguousarray(values).reshape(-1), self.dtype)
         return numbers(made, self.dtype).reshape(values.shape)
 
-    def change(self, values: NDArray[Any], matrix: int, row: int, column: int) -> None:
-        """Change numbers in place, from a row and a column on; subclasses override it."""
-
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with the part of a matrix that begins at a row and a column."""
         with np.errstate(all="ignore"):
             for rows, values in self.parts(matrix, row, column, out.shape):
-                self.change(values, matrix, row + rows.start, column)
                 made = narrow(values, self.dtype).view(out.dtype)
                 out[rows] = made.reshape(values.shape)
 

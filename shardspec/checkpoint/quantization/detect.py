@@ -42,7 +42,7 @@ _ENOUGH: Final = re.compile(
 )
 """Kinds of scales identified by name alone; others need 8-bit codes or similar beside them."""
 _OF_COMPUTED: Final = re.compile(
-    r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|zero_point)"
+    r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|scaling_factor|zero_point)"
 )
 """Names of scales for activations of a quantized model."""
 

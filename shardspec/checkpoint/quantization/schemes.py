@@ -16,6 +16,7 @@ Block sizes are always read from the config, never derived from shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.text import shown
@@ -277,8 +278,9 @@ def _fits(shape: Shape, weight: Coded) -> bool:
     """Return True if scales have the shape of the grid, or an equivalent one that tools write."""
     lead, (rows, columns) = weight.lead, weight.grid
     forms = [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
-    if weight.scheme.block == (1, 0):
-        forms.append((*lead, rows))
+    if weight.scheme.block == (1, 0) and not (lead and weight.rows == weight.columns):
+        forms.append((*lead, rows))  # of stacked square matrices, it might be columns too
     if rows == columns == 1:
-        return [n for n in shape if n > 1] == [n for n in lead if n > 1]
+        dims = len(lead) if prod(lead) != 1 else 0
+        return shape[:dims] == lead[:dims] and prod(shape[dims:]) == 1
     return shape in forms

@@ -68,7 +68,7 @@ class LocalPath(StoragePath):
     def list(self) -> dict[str, Entry]:
         """Return the entries of a directory by name, without broken links."""
         entries = {}
-        for name in os.listdir(self):
+        for name in self.names():
             try:
                 entry = (self / name).look()
             except OSError:
@@ -79,16 +79,18 @@ class LocalPath(StoragePath):
 
     def names(self) -> Sequence[str]:
         """Return the names in a directory in ascending order."""
-        return sorted(os.listdir(self))
+        with _listing(self):
+            return sorted(os.listdir(self))
 
     def names_below(self) -> Iterator[str]:
         """Yield the relative names of all files in a directory; those of directories end in /."""
-        for above, inner, names in os.walk(self, onerror=_refuse):
-            at = os.path.relpath(above, self)
-            if not (inner or names) and at != ".":
-                yield f"{at}/"
-            links = [name for name in inner if os.path.islink(f"{above}/{name}")]
-            yield from (os.path.normpath(f"{at}/{name}") for name in names + links)
+        with _listing(self):
+            for above, inner, names in os.walk(self, onerror=_refuse):
+                at = os.path.relpath(above, self)
+                if not (inner or names) and at != ".":
+                    yield f"{at}/"
+                links = [name for name in inner if os.path.islink(f"{above}/{name}")]
+                yield from (os.path.normpath(f"{at}/{name}") for name in names + links)
 
     def taken(self) -> bool:
         """Return True if the name is in use, even by a broken link."""
@@ -160,6 +162,17 @@ class LocalPath(StoragePath):
         """Remove the file if it exists."""
         with self.errors("removed"):
             Path(self).unlink(missing_ok=True)
+
+
+@contextmanager
+def _listing(directory: LocalPath) -> Iterator[None]:
+    """Convert errors into a CheckpointError, except those for a directory that does not exist."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
 
 
 def _refuse(error: OSError) -> None:

@@ -165,7 +165,7 @@ def _identities(place: StoragePath, nested: bool) -> dict[StoragePath, Identity]
     except NotADirectoryError:
         entry = place.look()
         return {} if entry is None else {place: entry.identity}
-    except OSError:  # opening the checkpoint reports it
+    except (OSError, CheckpointError):  # opening the checkpoint reports it
         return {}
     files: dict[StoragePath, Identity] = {}
     for path, entry in entries.items():

@@ -15,9 +15,9 @@ from shardspec.text import shown
 
 _Kind = TypeVar("_Kind")
 
-_ROOM_BYTES: Final = 448 << 20
+ROOM_BYTES: Final = 448 << 20
 """Maximum memory of a text and its values; enough for a header of 400,000 tensors."""
-_COSTS: Final = {b"[": 72, b"{": 72, b":": 120, b",": 40, b'"': 24}
+_COSTS: Final = {b"[": 80, b"{": 72, b":": 120, b",": 40, b'"': 24}
 """Approximate bytes of memory for the value after each of these characters."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -45,16 +45,26 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
 """Kind of value -> description and check."""
 
 
+def values_bytes(data: bytes) -> int:
+    """Return an estimate of the memory of the values in a JSON text.
+
+    >>> values_bytes(b"[1, 2]")
+    120
+    """
+    return sum(each * data.count(char) for char, each in _COSTS.items())
+
+
 def parse_json(
     data: bytes,
     file: PurePath,
     title: str,
-    room_bytes: int = _ROOM_BYTES,
+    estimate: Callable[[bytes], int] = values_bytes,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
     """Return the value of a JSON text; raises CheckpointError for repeated keys.
 
-    `title` names the text in errors. Objects are replaced by the results of `shrink`.
+    `title` names the text in errors. Objects are replaced by the results of `shrink`; `estimate`
+    returns the memory of the values.
 
     >>> parse_json(b'{"a": [1]}', PurePath("config.json"), "config")
     {'a': [1]}
@@ -72,8 +82,7 @@ def parse_json(
         return shrink(value)
 
     width = 1 if data.isascii() else 4
-    cost = sum(each * data.count(char) for char, each in _COSTS.items())
-    _check_room(file, title, len(data), len(data) * (1 + 2 * width) + cost, room_bytes)
+    _check_room(file, title, len(data), len(data) * (1 + 2 * width) + estimate(data))
     try:
         value: object = json.loads(
             data.decode(),
@@ -97,13 +106,11 @@ def parse_json(
     return value
 
 
-def _check_room(
-    file: PurePath, title: str, num_bytes: int, needed_bytes: int, room_bytes: int
-) -> None:
-    if needed_bytes > room_bytes:
+def _check_room(file: PurePath, title: str, num_bytes: int, needed_bytes: int) -> None:
+    if needed_bytes > ROOM_BYTES:
         raise CheckpointError(
             f"{file}: the {title} has {num_bytes} bytes, whose values would take more than "
-            f"{room_bytes >> 20} MiB of memory; save in fewer tensors, or restore the file"
+            f"{ROOM_BYTES >> 20} MiB of memory; save in fewer tensors, or restore the file"
         )
 
 
@@ -149,15 +156,15 @@ def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) ->
 def read_json(
     path: StoragePath,
     title: str,
-    room_bytes: int = _ROOM_BYTES,
+    estimate: Callable[[bytes], int] = values_bytes,
     shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> dict[str, Any]:
     """Return the JSON object in a file; see `parse_json`."""
     with path.open() as file:
         # Each byte takes at least three in memory; too large a file is refused unread.
-        _check_room(path, title, file.num_bytes, 3 * file.num_bytes, room_bytes)
+        _check_room(path, title, file.num_bytes, 3 * file.num_bytes)
         data = file.read(0, file.num_bytes)
-    value = parse_json(data, path, title, room_bytes, shrink)
+    value = parse_json(data, path, title, estimate, shrink)
     return checked(value, dict, path, f"the {title}")
 
 
