@@ -99,6 +99,7 @@ class SumOptions:
             bool(more) and (self.weights is not None or len(checkpoints) > 1),
             "--plus and --minus change one CKPT; for a sum of several give --weights alone",
         )
+        refuse_if(not more and self.scale != 1, "--scale needs --plus or --minus; leave it out")
         return (*checkpoints, *more)
 
     def keywords(self) -> dict[str, Any]:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardspec import (
     DeviceMesh,
@@ -19,6 +22,7 @@ from shardspec import (
 )
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
+from tests.dist.processes import run_ranks
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": ["q", "down"]}
 Q, DOWN = "model.layers.0.q", "model.layers.0.down"
@@ -136,9 +140,11 @@ def test_weights_stored_as_inputs_and_outputs(tmp_path):
     own, square = pair("a", 24, 40), pair("square", 24, 24)
     magnitude = {"base_model.model.a.lora_magnitude_vector": torch.rand(40)}
     config = {"fan_in_fan_out": True}
-    adapter = write(tmp_path / "adapter", own | square | magnitude, config)
+    adapter = write(tmp_path / "adapter", square, config)
     got = merged(tmp_path / "base.safetensors", adapter)
     assert_near(got["square.weight"], weights["square.weight"] + product(square).T)
+    adapter = write(tmp_path / "adapter", own | magnitude, config | {"use_dora": True})
+    got = merged(tmp_path / "base.safetensors", adapter)
     changed = weights["a.weight"] + product(own).T
     (factor,) = magnitude.values()
     assert_near(got["a.weight"], (factor / changed.norm(dim=0)) * changed)
@@ -315,12 +321,51 @@ def test_a_sharded_adapter_and_base(base, tmp_path):
     assert torch.equal(load_file(tmp_path / "out2")[f"{Q}.weight"], got[f"{Q}.weight"])
 
 
+def save_on_ranks(rank, place):
+    """Save an adapter of two ranks by torch's checkpoints, by a file a rank, and by shardspec."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name.replace(".weight", ".default.weight"): distribute_tensor(tensor, mesh, [Shard(0)])
+        for name, tensor in pair(Q, 24, 40, rank=5).items()
+    }
+    save(state, checkpoint_id=place / "dcp")
+    (place / "files").mkdir(exist_ok=True)
+    torch.save(state, place / "files" / f"model_world_size_2_rank_{rank}.pt")
+    own = DeviceMesh(range(2))
+    save_sharded(
+        {
+            name: DTensor.from_local(tensor.to_local(), own, "[S0,R]", global_shape=tensor.shape)
+            for name, tensor in state.items()
+        },
+        place / "own",
+    )
+
+
+@pytest.fixture(scope="module")
+def saved_by_ranks(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ranks")
+    run_ranks(2, place, save_on_ranks, place)
+    return place
+
+
+@pytest.mark.parametrize("form", ["dcp", "files", "own"])
+def test_an_adapter_that_two_ranks_saved(base, tmp_path, saved_by_ranks, form):
+    config = {"r": 5}
+    (saved_by_ranks / form / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    result = run(base, "--lora", saved_by_ranks / form, "-o", tmp_path / "got")
+    assert result.exit_code == 0, result.stderr
+    adapter = write(tmp_path / "plain", pair(Q, 24, 40, rank=5), config)
+    merge(base, tmp_path / "expected", lora=adapter)
+    assert (tmp_path / "got").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 def test_a_large_weight_is_merged_in_parts(tmp_path):
     weight = torch.randn(1500, 1100)
     save_file({"w.weight": weight}, tmp_path / "base.safetensors")
     own = pair("w", 1100, 1500)
     magnitude = {"base_model.model.w.lora_magnitude_vector": torch.rand(1500)}
-    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", own | magnitude))
+    adapter = write(tmp_path / "adapter", own | magnitude, {"use_dora": True})
+    got = merged(tmp_path / "base.safetensors", adapter)
     changed = weight + product(own)
     factor = magnitude["base_model.model.w.lora_magnitude_vector"] / changed.norm(dim=1)
     assert torch.allclose(got["w.weight"], factor[:, None] * changed, rtol=1e-5, atol=1e-6)
@@ -344,6 +389,20 @@ def test_a_quantized_base_is_dequantized(tmp_path):
     assert_near(load_file(tmp_path / "out")["w.weight"], expected)
 
 
+def test_codes_that_are_not_read_are_refused(base, tmp_path):
+    tensors = base_of()
+    del tensors[f"{Q}.weight"]
+    tensors |= {f"{Q}.qweight": torch.ones(3, 40, dtype=torch.int32)}
+    tensors |= {f"{Q}.scales": torch.ones(1, 40), f"{Q}.qzeros": torch.ones(1, 5).int()}
+    other = base_of() | {f"{Q}.weight": torch.ones(40, 24, dtype=torch.int8)}
+    adapter = write(tmp_path / "adapter", pair(Q, 24, 40))
+    for each, named in ((tensors, "quantized"), (other, "int8")):
+        save_file(each, base)
+        result = run(base, "--lora", adapter, "--dtype", "bf16", "-o", tmp_path / "out")
+        assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+        assert named in result.stderr
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -360,6 +419,9 @@ def test_a_quantized_base_is_dequantized(tmp_path):
         ({"rank_pattern": [4]}, "rank_pattern"),
         ({"target_parameters": 5}, "target_parameters"),
         ({"rank_pattern": {"(": 4}}, "regular expression"),
+        ({"rank_pattern": {"(.*)*(.*)*(.*)*x": 4}}, "repeats"),
+        ({"use_dora": True}, "use_dora"),
+        ({"fan_in_fan_out": "no"}, "fan_in_fan_out"),
     ],
 )
 def test_unknown_methods_are_refused(base, tmp_path, config, named):
@@ -378,6 +440,7 @@ def test_unknown_methods_are_refused(base, tmp_path, config, named):
         (pair(Q, 24, 40) | {f"base_model.model.{Q}.lora_C.weight": torch.ones(1)}, "lora_C"),
         (dict([next(iter(pair(Q, 24, 40).items()))]), "lora_B"),
         (pair(Q, 24, 40) | {"base_model.model.norm.weight": torch.ones(3)}, "norm.weight"),
+        ({name: tensor.int() for name, tensor in pair(Q, 24, 40).items()}, "int32"),
         (pair(Q, 24, 40) | {f"base_model.model.{Q}.lora_A.b.weight": torch.ones(4, 24)}, "several"),
     ],
 )

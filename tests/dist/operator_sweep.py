@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -27,13 +29,14 @@ import torch.distributed as dist
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
+import shardspec
 from shardspec import DeviceMesh, DTensor, Layout, ShardSpecError
 from tests.conversions import index_of
 from tests.dist.operator_cases import Case, cases, samples_of, spec_of_tensor, variants
 
 __all__ = ["REFUSED", "SILENT", "Finding", "sweep", "table"]
 
-SILENT: Final = ("WRONG", "WAITS", "RANKS DIFFER")
+SILENT: Final = ("WRONG", "WAITS", "RANKS DIFFER", "BREAKS")
 """Outcomes that nobody wants."""
 REFUSED: Final = ("refused by torch", "refused by us")
 _NO_RULE: Final = "has no rule for it on DTensors, on any layout"
@@ -112,7 +115,10 @@ def _done(case: Case, variant: str, sample: Any, mesh: DeviceMesh, ranks: Sequen
     except ShardSpecError as error:
         return [("refused by us", str(error)[:300])] * devices
     except Exception as error:
-        return [("refused by torch", f"{type(error).__name__}: {error}"[:300])] * devices
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_ours = Path(where).is_relative_to(Path(shardspec.__file__).parent)
+        what = "BREAKS" if is_ours else "refused by torch"
+        return [(what, f"{type(error).__name__}: {error}"[:300])] * devices
 
 
 def _rank(rank: int, mesh: DeviceMesh, rendezvous: str, pipe: Any) -> None:

@@ -37,6 +37,10 @@ WRITES: dict[str, Any] = {
     "add": lambda p, g, m, v: CPU._foreach_add_([p, m], [g, v]),
     "addcmul": lambda p, g, m, _: CPU._foreach_addcmul_([p], [g], [m]),
     "lerp": lambda p, g, m, v: CPU._foreach_lerp_([p, v], [g, m], 0.3),
+    # Arguments of other shapes and layouts, which torch's DTensor takes.
+    "broadcast addcmul": lambda p, g, m, _: p.addcmul_(g.sum(1, keepdim=True), m.sum(0)),
+    "broadcast lerp": lambda p, g, m, _: p.lerp_(g.sum(0, keepdim=True), m.sum(1, keepdim=True)),
+    "broadcast fill": lambda p, g, *_: p.masked_fill_(g.sum(1, keepdim=True) > 3, 2.0),
 }
 
 

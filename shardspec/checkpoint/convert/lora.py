@@ -62,6 +62,9 @@ _KINDS: Final = {
     "alpha_pattern": dict | None,
     "target_parameters": list | None,
     "modules_to_save": list | None,
+    "use_rslora": bool | None,
+    "use_dora": bool | None,
+    "fan_in_fan_out": bool | None,
 }
 """Key to the type of its value."""
 _TRANSPOSED: Final = ("gpt_oss", "aria", "openai_privacy_filter")
@@ -70,6 +73,8 @@ _TIED: Final = re.compile(r"(.+\.)?(lm_head|embed_out|embed_tokens|wte|embed_in)
 _HEAD: Final = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
 _MOST: Final = 1 << 32
 """Bound of ranks and alphas."""
+_REPEATS: Final = "*+{"
+_MOST_REPEATS: Final = 4
 _KEPT_BYTES: Final = 32 << 20
 """Bytes of an adapter's tensors that are kept in memory."""
 _ALONE: Final = 1 << 18
@@ -160,14 +165,11 @@ def _merged(
                 f"{base.directory}; is it an adapter of another model?"
             )
         else:
+            if adapter.outline(own).dtype != base.outline(place).dtype:
+                _check_real(adapter, own)
             new |= dict.fromkeys(places.tied(place), own)
-    why = quantized_in(base).why
     for name, several in deltas.items():
-        if name in why:
-            raise CheckpointError(
-                f"{base.directory}: {shown(name)} is quantized ({why[name]}); dequantize with ",
-                Argument("dtype", value="bf16"),
-            )
+        _check_real(base, name)
         if len(several) > 1 and any(delta.magnitude for delta in several):
             raise CheckpointError(
                 f"{adapter.directory}: DoRA has two magnitudes for the tied {shown(name)}; merge "
@@ -179,12 +181,21 @@ def _merged(
     return made.with_facts(replace(made.facts, summed=(note,)))
 
 
+def _check_real(source: Catalog, name: str) -> None:
+    """Raise CheckpointError if a tensor is not of a real floating-point dtype."""
+    dtype = source.outline(name).dtype
+    if dtype != "float32" and not is_cast(dtype, "float32"):
+        raise CheckpointError(
+            f"{source.directory}: {shown(name)} is {dtype}; save it in floating point"
+        )
+
+
 def _config(adapter: Catalog) -> Mapping[str, Any]:
     """Return the config of an adapter; raises CheckpointError if its method is unknown."""
     config = json_beside(adapter.home, _CONFIG)
     problem = ""
     if not isinstance(config, dict):
-        problem = f"has no {_CONFIG} beside it, which states the scale; copy it there"
+        problem = f"has no readable {_CONFIG} beside it, which states the scale; copy it there"
         config = {}
     elif config.get("peft_type") != "LORA":
         problem = f"is an adapter of peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
@@ -206,7 +217,8 @@ def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]
     saved: dict[str, str] = {}
     adapters = set()
     for own in adapter.names:
-        name = _PREFIX.sub("", own, count=1)
+        prefix = _PREFIX.match(own)
+        name = own[prefix.end() :] if prefix else own
         match = _PART.fullmatch(name)
         if match is None:
             if "lora_" in name:
@@ -271,9 +283,24 @@ def _deltas(
             raise CheckpointError(
                 f"{adapter.directory}: module {shown(module)} lacks lora_A or lora_B; save it again"
             )
+        if ("vector" in names) != bool(config.get("use_dora")):
+            raise CheckpointError(
+                f"{adapter.directory}: use_dora={bool(config.get('use_dora'))} in {_CONFIG} does "
+                f"not fit module {shown(module)}; give the config that it was saved with"
+            )
+        for own in names.values():
+            _check_real(adapter, own)
         wrapped.setdefault(re.sub(r"(\.base_layer)+$", "", module), []).append(names)
     parameters = config.get("target_parameters") or ()
+    why = quantized_in(places.base).why
+    codes = {name.rpartition(".")[0]: name for name in why}
     for module, every in wrapped.items():
+        if module in codes:
+            raise CheckpointError(
+                f"{places.base.directory}: {shown(codes[module])} is quantized "
+                f"({why[codes[module]]}); dequantize it first, FP8 and MXFP4 with ",
+                Argument("dtype", value="bf16"),
+            )
         weight = places.get(f"{module}.weight")
         targets = [weight] if weight is not None else [
             name
@@ -344,13 +371,18 @@ def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> f
     value = config.get(key)
     for expression, of_pattern in (config.get(f"{pattern}_pattern") or {}).items():
         try:
+            # Python's expressions may need a time that grows exponentially with repetitions.
+            if sum(map(expression.count, _REPEATS)) > _MOST_REPEATS or re.search(
+                rf"\)[{_REPEATS}]", expression
+            ):
+                raise re.error("repeats")
             if re.match(rf"(.*\.)?({expression})$", module):
                 value = of_pattern
                 break
         except re.error:
             raise CheckpointError(
-                f"{_CONFIG}: {shown(expression)} in {pattern}_pattern is not a regular expression; "
-                "correct it"
+                f"{_CONFIG}: {shown(expression)} in {pattern}_pattern is not a regular expression, "
+                "or repeats too often; correct it"
             ) from None
     if isinstance(value, int | float) and 0 < value < _MOST:
         return value

@@ -309,13 +309,16 @@ class TensorLike(torch.Tensor):
             )
 
     def _write(self, shards: Mapping[int, torch.Tensor]) -> None:
-        """Copy values into the shards, whose gradients then flow to `shards`."""
+        """Copy values into the shards, whose gradients then flow to `shards`.
+
+        Without `shards` only count the write, as torch has written the values.
+        """
         from shardspec.tensor.run import written
 
         own = self.shards
         with torch.no_grad():
-            for device, shard in own.items():
-                new = shards[device]
+            for device, new in shards.items():
+                shard = own[device]
                 if new.data_ptr() != shard.data_ptr():
                     shard.copy_(new)
                 elif not shard.is_inference():
