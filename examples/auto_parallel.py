@@ -1,9 +1,9 @@
-"""Let a solver choose how a transformer is cut: strategies per operator, costs from tables.
+"""Let a solver choose how to shard a transformer, from cost tables of conversions.
 
     python examples/auto_parallel.py
     torchrun --standalone --nproc_per_node 4 examples/auto_parallel.py
 
-In a job of four processes the links are measured first, and what was planned is then run. Needs
+In a job of four processes the links are measured first, and the chosen conversions are run. Needs
 scipy: ``pip install "shardspec[solver]"``.
 """
 
@@ -33,14 +33,14 @@ from shardspec.text import bytes_text, seconds_text
 WIDTH, TOKENS = 256, (8, 96)
 AXES = 2
 MEMORY = 1.0
-"""Of what data parallelism holds: all weights, their gradients and two moments of an optimizer."""
+"""Limit, relative to data parallelism: a device's weights, gradients and two optimizer moments."""
 
 Move = tuple[tuple[int, ...], str, str]
 """The shape of a tensor, and the specs before and after."""
 
 
 class Attention(nn.Module):
-    """What comes between the projections."""
+    """Attention between the projections of a layer."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the values, weighted per head."""
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer of the transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,21 +72,21 @@ class Tracer(fx.Tracer):
     """Keeps attention in one piece."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Say whether a module is one operator."""
+        """Return True if a module is one operator of the graph."""
         return isinstance(m, Attention) or super().is_leaf_module(m, module_qualified_name)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an operator runs along one mesh axis: a dim that is cut, R, or P for a pending sum."""
+    """Sharding of an operator along one mesh axis: a sharded dim, R, or P for a pending sum."""
 
     name: str
     put_in: str
     come_out: str
     grad_out: str
-    """What its output's gradient has to be."""
+    """Required sharding of the output's gradient."""
     grad_in: str
-    """What its inputs' gradients are."""
+    """Resulting sharding of the inputs' gradients."""
     weight: str = "R"
     weight_grad: str = "R"
 
@@ -102,7 +102,7 @@ MATMUL = (
     Way("column", "R", "2", "2", "P", "0", "0"),
     Way("row", "2", "P", "R", "2", "1", "1"),
 )
-# The heads of attention are a cut of the width. What multiplies matrices is never done twice.
+# Attention is sharded by heads, a part of the width. No device repeats another's matrix product.
 WAYS: dict[type[nn.Module] | None, tuple[Way, ...]] = {
     nn.Linear: MATMUL,
     Attention: (SAME["0"], SAME["2"]),
@@ -114,7 +114,7 @@ Strategy = tuple[Way, ...]
 
 
 def spec(codes: Sequence[str], dims: int) -> str:
-    """Write what each mesh axis does as a spec."""
+    """Return the spec for the code of each mesh axis."""
     parts = ["".join(str(a) for a, code in enumerate(codes) if code == str(d)) for d in range(dims)]
     pending = "".join(str(a) for a, code in enumerate(codes) if code == "P")
     text = ",".join(f"S{part}" if part else "R" for part in parts)
@@ -130,11 +130,11 @@ class Operator:
     module: nn.Module | None
     strategies: tuple[Strategy, ...]
     width: int
-    """Of its output."""
+    """Width of the output."""
 
 
 def capture(model: nn.Module) -> list[Operator]:
-    """Trace a model and list its operators with the ways each can run."""
+    """Trace a model; return its operators, each with the ways to shard it."""
     widths: dict[str, int] = {}
     found = []
     for node in Tracer().trace(model).nodes:
@@ -156,7 +156,7 @@ def capture(model: nn.Module) -> list[Operator]:
 
 
 class Costs:
-    """Seconds of what has to move, from tables: one per shape."""
+    """Prices of conversions, from one cost table per shape."""
 
     def __init__(self, mesh: DeviceMesh, model: CostModel) -> None:
         self.mesh, self.converter = mesh, LayoutConverter(model)
@@ -167,21 +167,21 @@ class Costs:
         }
 
     def moves(self, operator: Operator, mine: Strategy) -> list[Move]:
-        """Return what an operator moves alone: its weight's gradient."""
+        """Return the conversions inside an operator: that of its weight's gradient."""
         if not isinstance(operator.module, nn.Linear):
             return []
         shape = tuple(operator.module.weight.shape)
         return [(shape, spec([w.weight_grad for w in mine], 2), spec([w.weight for w in mine], 2))]
 
     def edge(self, width: int, here: Strategy, there: Strategy) -> list[Move]:
-        """Return what moves between two operators, forward and backward."""
+        """Return the conversions between two operators, forward and backward."""
         shape = (*TOKENS, width)
         made, taken = spec([w.come_out for w in here], 3), spec([w.put_in for w in there], 3)
         back, wanted = spec([w.grad_in for w in there], 3), spec([w.grad_out for w in here], 3)
         return [(shape, made, taken), (shape, back, wanted)]
 
     def seconds(self, moves: Iterable[Move]) -> float:
-        """Return what moves cost; inf where one cannot be."""
+        """Return the seconds of conversions; inf if one is impossible."""
         return sum(self.tables[shape].cost(a, b) for shape, a, b in moves)
 
     def held(self, operator: Operator, mine: Strategy) -> int:
@@ -192,15 +192,15 @@ class Costs:
         )
 
     def layout(self, shape: tuple[int, ...], text: str) -> Layout:
-        """Return a tensor's layout."""
+        """Return the layout of a float32 tensor by the text of its spec."""
         return Layout(self.mesh, text, shape, "float32")
 
 
 def solve(operators: Sequence[Operator], costs: Costs, most_bytes: float) -> dict[str, Strategy]:
     """Choose a strategy per operator by an integer linear program.
 
-    Beside a choice per operator there is one variable per pair of strategies along an edge, which
-    is 1 where both are chosen.
+    There is one variable per strategy of an operator, and one per pair of strategies along an
+    edge, which is 1 if both are chosen.
     """
     by_name = {operator.name: operator for operator in operators}
     first: dict[str, int] = {}
@@ -258,7 +258,7 @@ def solve(operators: Sequence[Operator], costs: Costs, most_bytes: float) -> dic
 
 
 def by_hand(operators: Sequence[Operator], *, tensor_parallel: bool) -> dict[str, Strategy]:
-    """Return pure data parallelism, or with Megatron's cuts along the second axis."""
+    """Return data parallelism, or with Megatron's tensor parallelism along the second axis."""
     chosen: dict[str, Strategy] = {}
     for o in operators:
         second = SAME["0"]
@@ -276,7 +276,7 @@ def by_hand(operators: Sequence[Operator], *, tensor_parallel: bool) -> dict[str
 def all_moves(
     operators: Sequence[Operator], costs: Costs, chosen: dict[str, Strategy]
 ) -> list[Move]:
-    """Return everything that moves in a step."""
+    """Return all conversions of a training step that cost time."""
     width = {o.name: o.width for o in operators}
     moves = []
     for o in operators:
@@ -287,7 +287,7 @@ def all_moves(
 
 
 def run(moves: Sequence[Move], costs: Costs) -> float:
-    """Carry the moves out, and return the seconds of the slowest rank in the median round."""
+    """Run the conversions; return the seconds of the slowest rank in the median round."""
     rank, rounds = dist.get_rank(), []
     ends = [(costs.layout(shape, a), costs.layout(shape, b)) for shape, a, b in moves]
     shards = [torch.ones(before.local_shape(rank)) for before, _ in ends]
@@ -303,7 +303,7 @@ def run(moves: Sequence[Move], costs: Costs) -> float:
 
 
 def main() -> None:
-    """Plan on paper, or measure, plan and run in a job of four."""
+    """Plan in one process; or measure links, plan and run in a job of four."""
     in_job = "RANK" in os.environ
     if in_job:
         mesh = DeviceMesh(range(4), (2, 2), init_process_group=True)

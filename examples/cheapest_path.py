@@ -8,12 +8,12 @@ from dataclasses import replace
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.comm.curves import Link
 
-# A gradient of which every device along axis "dp" holds one addend: a sum over dp is pending. We
-# want the finished sum on all 8 devices.
+# A gradient with a sum pending over axis "dp": each device along dp has one addend. The target is
+# the finished sum on all 8 devices.
 mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
 gradient = Layout(mesh, "[R,R|P(dp)]", (8192, 8192), "bf16")
 
-# Seconds a message and seconds a byte, along one axis of the mesh.
+# Seconds per message and seconds per byte, along one axis of the mesh.
 nvlink = Link(3.4e-6, 1 / 362e9, "NVLink")
 network = Link(10e-6, 1 / 50e9, "network")
 
@@ -28,7 +28,7 @@ print("\nTwo nodes, the network along dp:\n")
 in_parts = LayoutConverter(two_nodes).plan(gradient, "[R,R]")
 print(in_parts)
 
-# Plans are plain values: the first one again, priced with the links of the second machine.
+# Plans are plain values: here the first plan is priced with the links of the second machine.
 slow = replace(direct, model=two_nodes)
 print(f"""
 On two nodes the first plan would take {slow.cost_seconds * 1e3:.2f} ms instead of {

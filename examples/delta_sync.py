@@ -1,11 +1,11 @@
-"""Publish only what changed: a trainer writes deltas, another process applies them.
+"""Publish only changed weights: a trainer writes deltas, another process applies them.
 
 python examples/delta_sync.py [--width 256]
 
-Trains a small model in bf16, as reinforcement learning does with small steps: most weights stay as
-they are after a step. After each one the trainer saves the weights, and writes a delta to what it
-has published before; another process applies all deltas so far to its own copy of the base, and
-prints the digest of the weights that it has.
+Trains a small model in bf16 with small steps, as in reinforcement learning: most weights do not
+change in a step. After each step the trainer saves the weights, and writes their difference from
+the weights published last. Another process applies all deltas so far to its own copy of the first
+checkpoint, and prints the digest of the result.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The whole tour of distributed tensors: meshes, placements, operations, conversions, a model.
+"""A tour of distributed tensors: meshes, placements, operators, conversions, a model.
 
 torchrun --standalone --nproc_per_node 4 examples/dtensor_tour.py    (2, 4 or 8 processes)
 """
@@ -21,7 +21,7 @@ from shardspec.layout.plan import step_text
 from shardspec.parallel import distribute_module, inputs_as, outputs_as
 from shardspec.text import bytes_text
 
-# A GPU for each process of this machine, or none for any.
+# One GPU per process of this machine; if there are too few, all processes use the CPU.
 each = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 if each:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -37,7 +37,7 @@ def say(text: object) -> None:
 
 
 def everyone(text: object) -> None:
-    """Print what each rank has to say, in their order."""
+    """Print the text of every rank, in the order of ranks."""
     lines: list[object] = [None] * world
     dist.all_gather_object(lines, text)
     for number, line in enumerate(lines):
@@ -45,7 +45,7 @@ def everyone(text: object) -> None:
 
 
 def places(local: torch.Tensor) -> list[object]:
-    """Return what every rank holds, as lists of numbers."""
+    """Return the shard of every rank, as lists of numbers."""
     lists: list[object] = [None] * world
     dist.all_gather_object(lists, local.tolist())
     return lists
@@ -53,7 +53,7 @@ def places(local: torch.Tensor) -> list[object]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say what every step is that is executed meanwhile, ours and those of torch's operators."""
+    """Print the steps executed in the block: shardspec's, and those of torch's operators."""
     torchs = CommDebugMode()  # type: ignore[no-untyped-call]  # untyped in torch
     with shardspec.trace() as trace, torchs:
         yield
@@ -165,6 +165,6 @@ for name, local, source, target in (
     zero, one, *_ = places(before.redistribute(target).to_local())
     say(f"  {name}, {source} → {target}: rank 0 has {zero}, rank 1 {one}")
 
-# Nobody leaves while others are still at work.
+# No process ends while others still communicate.
 dist.barrier()
 dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Training that goes on with another number of processes: 8, then 4, then 6, as if nothing was.
+"""Training that continues with another number of processes: 8, then 4, then 6.
 
 python examples/elastic_resume.py
 
-Each stage is a job of its own: it loads what the one before has saved, cut for its own mesh. Losses
-are compared to the last bit with those of one process that was never interrupted.
+Each stage is a job that loads the checkpoint of the stage before, resharded for its own mesh. The
+losses are compared bit by bit with those of one process that was never interrupted.
 """
 
 import json
@@ -24,7 +24,7 @@ SIZES = {"up": (37, 16), "down": (5, 37)}
 
 
 def start() -> dict[str, torch.Tensor]:
-    """Return weights, and the state of the optimizer, before the first step."""
+    """Return the weights and the optimizer's state before the first step."""
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(size, generator=generator) / 4 for name, size in SIZES.items()}
     for name, size in SIZES.items():
@@ -33,7 +33,7 @@ def start() -> dict[str, torch.Tensor]:
 
 
 def loss_of(weights: dict[str, torch.Tensor], step: int) -> torch.Tensor:
-    """Return the loss of a step, whose data depend on nothing else."""
+    """Return the loss of a step; its data depend only on the number of the step."""
     generator = torch.Generator().manual_seed(100 + step)
     x, wanted = torch.randn(64, 16, generator=generator), torch.randn(64, 5, generator=generator)
     return (torch.relu(x @ weights["up"].T) @ weights["down"].T - wanted).square().mean()
@@ -42,14 +42,14 @@ def loss_of(weights: dict[str, torch.Tensor], step: int) -> torch.Tensor:
 def adam(
     weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """Take a step of Adam in place, element by element, on whatever part of a tensor is here."""
+    """Take a step of Adam in place, element by element, on a tensor or a shard."""
     mean.lerp_(gradient, 0.1)
     square.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
     weight.sub_(0.01 * mean / (square.sqrt() + 1e-8))
 
 
 def stage(directory: Path, first: int) -> None:
-    """Train as one job: every rank holds and updates its own rows."""
+    """Train as one job: every rank has and updates its own rows."""
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = DeviceMesh(range(world), (world,), axis_names=("fsdp",))
@@ -79,7 +79,7 @@ def stage(directory: Path, first: int) -> None:
 
 
 def alone() -> list[str]:
-    """Return the losses of one process that goes all the way."""
+    """Return the losses of one process that takes all steps."""
     state = start()
     losses = []
     for step in range(STEPS * len(STAGES)):
@@ -94,7 +94,7 @@ def alone() -> list[str]:
 
 
 def main() -> None:
-    """Run one stage after the other, each as a job of its own."""
+    """Run the stages one after the other, each as a separate job."""
     expected = alone()
     with tempfile.TemporaryDirectory() as temporary:
         for number, world in enumerate(STAGES):

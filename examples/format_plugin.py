@@ -1,11 +1,11 @@
-"""A format in a package of its own: NumPy's ``.npz``, one file a rank, read and written.
+"""A format in a separate package: NumPy's ``.npz``, one file per rank, read and written.
 
-`FORMAT` is all that shardspec needs of it. A package has it found by an entry point:
+shardspec needs only the value `FORMAT`, which it finds by an entry point of the package:
 
     [project.entry-points."shardspec.formats"]
     npz = "format_plugin:FORMAT"
 
-Run as a program, it installs itself into a temporary directory, and is used from there.
+Run as a program, this file installs itself into a temporary directory, and uses the format.
 
     python examples/format_plugin.py
 """
@@ -49,18 +49,18 @@ from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import CheckpointError
 
 INFO = "boxes.json"
-"""In the file of a rank: ranks, mesh and tensors of the save, and the boxes that the file has."""
+"""File in a rank's archive: ranks, mesh and tensors of the save, and the archive's boxes."""
 VERSION = 20, 0x808, 0, 0, 33
-"""Of a zip: its version, that sums follow the data and names are UTF-8, not compressed, 1980."""
+"""Header of a zip: version; checksums follow the data and names are UTF-8; not compressed; 1980."""
 DTYPES = "float64 float32 float16 complex64 bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
 is_of_rank = re.compile(r"rank-\d{5}\.npz").fullmatch
 
 
-# --- reading: where the bytes of every array lie
+# --- reading: the positions of the bytes of every array
 
 
 def open_npz(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Return what one file holds, or the files of all ranks in a directory."""
+    """Return the catalog of one file, or of the files of all ranks in a directory."""
     whole = not place.is_dir()
     names = [] if whole else list(filter(is_of_rank, place.names()))
     paths = [place] if whole else [place / name for name in names]
@@ -75,7 +75,9 @@ def open_npz(place: StoragePath, _: OpenOptions) -> Catalog:
             own = info.pop("boxes", {})
             known = info if rank == 0 else known
             if info != known or known.get("ranks") != len(paths) or own.keys() != arrays.keys():
-                raise CheckpointError(f"{path}: is not of one save with the others; restore those")
+                raise CheckpointError(
+                    f"{path}: is of another save than the others; restore those of one save"
+                )
             held = {name: (tensor, tuple(map(tuple, box))) for name, (tensor, box) in own.items()}
         for name, (tensor, box) in held.items():
             shape, _, offset, digest, strides = arrays[name]
@@ -92,7 +94,7 @@ def open_npz(place: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def read_file(path: StoragePath) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the info of a file, and per array shape, dtype, offset, digest and strides."""
+    """Return the content of `INFO`, and per array shape, dtype, offset, digest and strides."""
     info, arrays = {}, {}
     try:
         with open(path, "rb") as file, ZipFile(file) as archive:
@@ -115,7 +117,7 @@ def read_file(path: StoragePath) -> tuple[dict[str, Any], dict[str, tuple[Any, .
                     strides if fortran else None,
                 )
     except (BadZipFile, ValueError, EOFError, struct.error) as error:
-        raise CheckpointError(f"{path}: is no file of NumPy's ({error}); restore it") from None
+        raise CheckpointError(f"{path}: is not a file of NumPy ({error}); restore it") from None
     return info, arrays
 
 
@@ -123,7 +125,7 @@ def read_file(path: StoragePath) -> tuple[dict[str, Any], dict[str, tuple[Any, .
 
 
 def lay_out(_: Catalog, wanted: Wanted) -> Target:
-    """Return one file of whole tensors, or a file a rank."""
+    """Return one file of global tensors, or one file per rank."""
     by_name = {tensor.name: tensor for tensor in wanted.tensors}
     for tensor in wanted.tensors:
         if tensor.dtype not in DTYPES.split():
@@ -144,7 +146,7 @@ def lay_out(_: Catalog, wanted: Wanted) -> Target:
 def npz_file(
     name: str, info: Mapping[str, object], arrays: Sequence[tuple[str, OutputTensor, Box]]
 ) -> OutputFile:
-    """Return a zip of arrays. What is copied into it has its CRC-32 behind it, and at the end."""
+    """Return a zip of arrays; the CRC-32 of an array follows it, and is in the directory too."""
     raw, extents, members, end = [], [], [], 0
     parts: list[tuple[str, bytes, Any]] = [
         (f"{key}.npy", npy_head(tensor.dtype, box), (tensor, box)) for key, tensor, box in arrays
@@ -188,7 +190,7 @@ def npz_file(
 
 
 def npy_head(dtype: str, box: Box) -> bytes:
-    """Return what stands before the numbers of an array."""
+    """Return the header of an array in NumPy's format."""
     head = BytesIO()
     said = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": box_shape(box)}
     np.lib.format.write_array_header_1_0(head, said)
@@ -213,7 +215,7 @@ FORMAT = Format(
 
 
 def main() -> None:
-    """Install the format, and go from NumPy's file to shards and back."""
+    """Install the format; convert a file of NumPy to shards, and back."""
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)
         package = at / "npz_format-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""Hybrid sharding: parameters cut over the devices of a node, whole along the nodes.
+"""Hybrid sharding: parameters sharded over the devices of a node, replicated over nodes.
 
 torchrun --standalone --nproc_per_node 8 examples/hsdp.py    (4 or 8 processes)
 """
@@ -19,7 +19,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 7))
 alone = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 7))
 alone.load_state_dict(model.state_dict())
-# torch cuts and gathers; the mesh, and the process groups in it, are ours.
+# torch shards and gathers; the mesh and its process groups are shardspec's.
 fully_shard(model, mesh=mesh.to_torch())
 
 if rank == 0:
@@ -47,6 +47,6 @@ for name, parameter in model.named_parameters():
     if rank == 0:
         same = torch.allclose(whole, alone.get_parameter(name), atol=1e-6)
         print(f"{name}: as trained in one process: {same}")
-# Nobody leaves while others are still at work.
+# No process ends while others still communicate.
 dist.barrier()
 dist.destroy_process_group()

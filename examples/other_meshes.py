@@ -1,4 +1,4 @@
-"""One tensor on its way over three meshes: reshaped, grown, and handed to other devices.
+"""One tensor on three meshes: of another shape, with more devices, and with other devices.
 
 python examples/other_meshes.py, or in a job of six:
 torchrun --standalone --nproc_per_node 6 examples/other_meshes.py
@@ -21,7 +21,7 @@ grown = DeviceMesh(range(6), (3, 2))
 last = DeviceMesh([4, 5], (2,))
 ways = ((line, "[S0,R]"), (grown, "[S0,S1]"), (last, "[R,S0]"))
 
-# What it takes, on paper: moves on the one mesh, one exchange across, moves on the other.
+# The plan: steps on the first mesh, one exchange between the meshes, steps on the second.
 converter = LayoutConverter()
 source = Layout(nodes, "[S0,R]", weight.shape, weight.dtype)
 for mesh, spec in ways:
@@ -32,7 +32,7 @@ for mesh, spec in ways:
             f"{mesh.ids[-1]}: a device receives at most {plan.bytes_received} bytes"
         )
 
-# And done. Every rank of either mesh calls; one that holds nothing has a tensor without shards.
+# Every rank of either mesh calls this; a rank outside the first has a tensor without shards.
 tensor = DTensor(weight, nodes, "[S0,R]")
 for mesh, spec in ways:
     tensor = tensor.redistribute(spec, device_mesh=mesh)
@@ -41,9 +41,9 @@ device = rank if in_a_job else 5
 if device in last:
     columns = slice(18 * (device - 4), 18 * (device - 3))
     right = torch.equal(tensor.to_local(device), weight[:, columns])
-    # In one piece, since two ranks print at once.
+    # One write, since two ranks print at the same time.
     print(f"device {device} holds columns {columns.start} to {columns.stop}: {right}\n", end="")
 if in_a_job:
-    # Nobody leaves while others are still at work.
+    # No process ends while others still communicate.
     dist.barrier()
     dist.destroy_process_group()

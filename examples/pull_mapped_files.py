@@ -1,9 +1,9 @@
-"""New weights pulled out of mapped files, by rows of transfers and numpy alone.
+"""A generator reads new weights from memory-mapped files, by rows of transfers and numpy alone.
 
     python examples/pull_mapped_files.py
 
-Every rank of a trainer keeps its shards in one file, as in shared memory. A generator with a layout
-of its own maps the files, and copies what it is to hold, row by row.
+Every rank of a trainer keeps its shards in one file, as in shared memory. A generator with another
+layout maps the files, and copies the bytes of its shards, row by row.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from shardspec import DeviceMesh, DTensor, ReshardPlan, plan_reshard
 
 
 def write(folder: Path, plan: ReshardPlan, state: dict[str, DTensor]) -> dict[tuple[int, int], int]:
-    """Write the shards of every trainer rank; return where each lies, by rank and tensor."""
+    """Write the shards of every trainer rank; return (rank, tensor) -> start in the file."""
     starts = {}
     for rank in plan.moves[0].source.mesh.ids:
         with (folder / f"rank-{rank}").open("wb") as file:
@@ -32,7 +32,7 @@ def pull(
     starts: dict[tuple[int, int], int],
     shards: list[np.ndarray],
 ) -> int:
-    """Fill shards, flat bytes by tensor, with what rows say; return how many bytes were copied."""
+    """Fill shards, flat bytes by tensor, as rows say; return the number of copied bytes."""
     files = {
         rank: np.memmap(folder / f"rank-{rank}", np.uint8, "r")
         for rank in np.unique(rows["sender"])
@@ -50,7 +50,7 @@ def pull(
 
 
 def main() -> None:
-    """Write, pull, and compare with what the plan itself makes."""
+    """Write, read, and compare with the results of running the plan."""
     trainer = DeviceMesh(range(4), (4,), axis_names=("fsdp",))
     engine = DeviceMesh([4, 5], (2,), axis_names=("tp",))
     whole = {"up.weight": torch.randn(64, 48), "down.weight": torch.randn(48, 64)}

@@ -1,10 +1,10 @@
-"""New weights read out of other processes' memory by NIXL, where rows of transfers say.
+"""A generator reads new weights from other processes' memory by NIXL and rows of transfers.
 
     pip install nixl
     python examples/pull_nixl.py
 
 Each rank of a trainer is a process, which registers its shards with NIXL and then only waits. A
-generator makes a descriptor of every run of its rows, address and bytes, at both ends, and reads.
+generator makes descriptors, addresses and lengths, of all runs of bytes in its rows, and reads.
 """
 
 import multiprocessing
@@ -28,12 +28,12 @@ def planned() -> ReshardPlan:
 
 
 def shard(layout: Layout, name: str, device: int) -> np.ndarray:
-    """Return what a device holds of a whole tensor."""
+    """Return a device's shard of a tensor."""
     return np.ascontiguousarray(WHOLE[name][tuple(slice(*side) for side in layout.box(device))])
 
 
 def descriptors(rows: np.ndarray, end: str, starts: Sequence[int]) -> np.ndarray:
-    """Return address, bytes and number of the GPU, 0 for memory, of all runs at one end.
+    """Return (address, bytes, GPU number, 0 for host memory) of all runs at one end.
 
     `starts` are the addresses of the shards there, by tensor.
     """
@@ -53,7 +53,7 @@ def registered(agent: nixl_agent, shards: Sequence[np.ndarray]) -> list[int]:
 
 
 def train(rank: int, pipe: Connection) -> None:
-    """Say where the shards of a rank lie, and keep them until all was read."""
+    """Send the addresses of a rank's shards, and keep the shards until all are read."""
     plan = planned()
     shards = [shard(move.source, move.source_name, rank) for move in plan.moves]
     agent = nixl_agent(f"trainer-{rank}", nixl_agent_config(backends=["UCX"]))
@@ -68,7 +68,7 @@ def pull(
     ours: Sequence[int],
     peers: Mapping[int, tuple[str, Sequence[int]]],
 ) -> None:
-    """Read what rows say from each sender; peers are names and starts of shards."""
+    """Read the runs of rows from each sender; `peers` has names and addresses of shards."""
     waiting = []
     for sender in np.unique(rows["sender"]).tolist():
         name, theirs = peers[sender]
@@ -86,7 +86,7 @@ def pull(
 
 
 def main() -> None:
-    """Start the trainer, read, and compare with the whole tensors."""
+    """Start the trainer, read, and compare with the global tensors."""
     plan, processes = planned(), multiprocessing.get_context("spawn")
     agent = nixl_agent("generator", nixl_agent_config(backends=["UCX"]))
     pipes = {}

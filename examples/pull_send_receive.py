@@ -1,9 +1,9 @@
-"""New weights sent and received by `torch.distributed`, written from rows of transfers alone.
+"""Sends new weights by `torch.distributed`, from rows of transfers alone.
 
     torchrun --nproc_per_node 4 examples/pull_send_receive.py
 
-Ranks 0 and 1 train, ranks 2 and 3 generate. Each rank has its own rows of the plan; both ends of a
-message list the same rows in the same order, so what is packed at one is unpacked at the other.
+Ranks 0 and 1 train, ranks 2 and 3 generate. Each rank has its own rows of the plan. Sender and
+receiver of a message have the same rows in the same order, so they pack and unpack alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def pull(rows: np.ndarray, target: Callable[[int], np.ndarray]) -> None:
 
 
 def main() -> None:
-    """Plan on every rank, compare digests, send, receive, and compare with the whole tensors."""
+    """Plan on every rank, compare digests, send, receive, and compare with the global tensors."""
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Four real processes: cut a tensor, convert it, and let gradients flow back.
+"""Four real processes: shard a tensor, convert it, and compute gradients.
 
 torchrun --standalone --nproc_per_node 4 examples/real_processes.py
 """
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, ShardingSpec
 
-# Every rank runs this file. The mesh starts torch.distributed if that is still to be done.
+# Every rank runs this file. The mesh initializes torch.distributed if needed.
 a = torch.arange(24.0).view(4, 6).requires_grad_()
 device_mesh = DeviceMesh(torch.arange(0, 4), (2, 2), init_process_group=True)
 sharding_spec = ShardingSpec(a.dim(), {0: [0]})
@@ -32,17 +32,17 @@ say(
     f"whole again: {torch.equal(global_tensor, a)}"
 )
 
-# Another cut of the same tensor, by the cheapest steps. Only what has to move moves.
+# The same tensor sharded in another way, by the cheapest steps.
 columns = d_tensor.redistribute("[R,S01]")
 say(f"{columns.sharding_spec} {columns.to_local()[0].tolist()} in row 0")
 
-# Gradients flow back through the conversion. Every rank computes the same loss from the whole
-# tensor, and finds in `grad` the gradient of its own shard: 2a, as in one process.
+# Gradients flow back through the conversion. Every rank computes the same loss from the global
+# tensor; `grad` is the gradient of the rank's own shard: 2a, as in one process.
 loss = columns.to_global().square().sum()
 loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 assert d_tensor.grad is not None
 say(f"gradient {d_tensor.grad.to_local()[0].tolist()} in its first row")
 
-# Nobody leaves while others are still at work.
+# No process ends while others still communicate.
 dist.barrier()
 dist.destroy_process_group()

@@ -28,7 +28,7 @@ weights = {
     "step": torch.tensor(7),
 }
 
-# How each tensor is cut: a pattern of names to a spec. A plain tensor is whole everywhere.
+# Name pattern to spec. Other tensors are replicated.
 mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
 rules = {"*.bias": "[S(tp)]", "down.weight": "[R,S(tp)]", "[eu]*.weight": "[S(tp,dp),R]"}
 specs = match_rules(rules, {name: weight.dim() for name, weight in weights.items()})
@@ -46,13 +46,13 @@ with tempfile.TemporaryDirectory() as directory:
         *sorted(file.name for file in checkpoint.glob("*.json")),
     )
 
-    # In real life this is `shardspec merge checkpoint -o model.safetensors`, on any machine.
+    # On the command line: `shardspec merge checkpoint -o model.safetensors`, on any machine.
     report = merge(checkpoint, Path(directory) / "model.safetensors")
     merged = load_file(report.path)
     print(f"merged: {report.tensors} tensors, {report.num_bytes} bytes")
     print("equal: ", all(torch.equal(merged[name], weights[name]) for name in weights))
 
-    # The same checkpoint on three devices, cut another way; what no rule names is taken along.
+    # The same checkpoint on three devices, sharded in another way.
     three = DeviceMesh(range(3), (3,), axis_names=("tp",))
     loaded = load_sharded(checkpoint, three, {"*.weight": "[S(tp),R]"})
     for name, tensor in loaded.items():

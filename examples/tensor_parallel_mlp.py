@@ -1,4 +1,4 @@
-"""A feed-forward block cut by columns and then by rows: one sum over tp in each direction.
+"""A feed-forward block sharded by columns, then by rows: one sum over tp in each direction.
 
 torchrun --standalone --nproc_per_node 4 examples/tensor_parallel_mlp.py    (2, 4 or 8 processes)
 """
@@ -30,7 +30,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (world,), axis_names=("tp",))
 rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
 
-# The same weights and the same data in one process and cut over all of them.
+# The same weights and data, in one process and sharded over all processes.
 torch.manual_seed(0)
 alone, cut = MLP(), MLP()
 cut.load_state_dict(alone.state_dict())
@@ -56,6 +56,6 @@ if rank == 0:
     print("loss cut:  ", " ".join(f"{loss:.5f}" for loss in losses[1]))
     held = sum(p.to_local().numel() for p in cut.parameters() if isinstance(p, TorchDTensor))
     print(f"parameters here: {held:,} of {sum(p.numel() for p in alone.parameters()):,}")
-# Nobody leaves while others are still at work.
+# No process ends while others still communicate.
 dist.barrier()
 dist.destroy_process_group()

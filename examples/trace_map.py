@@ -1,10 +1,10 @@
-"""Derives a name map from a loader by running it on tensors that contain their own places.
+"""Derives a name map from a function that loads a state dict, by running it on element numbers.
 
 python examples/trace_map.py
 
-A function that only moves elements, run on tensors that hold the numbers 0, 1, 2, ... leaves in
-every place of its results the number of the element that belongs in it. What comes out is
-compressed into equations between views.
+The function may only move elements. It is called with tensors of the numbers 0, 1, 2, ..., so each
+element of its results is the number of the source element that belongs there. The numbers are then
+turned into equations between views.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ Loader: TypeAlias = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tenso
 
 
 def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equation, ...]:
-    """Return which elements of its argument a function puts where in its result.
+    """Return the equations between elements of a function's argument and of its result.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
         Takes a state dict and returns one; it may rename, cut, join, permute and repeat, but not
         compute.
     source_shapes
-        Name to global shape of what it takes.
+        Name to global shape of the tensors in the function's argument.
 
     Raises
     ------
@@ -56,11 +56,11 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
     bounds = np.cumsum([1, *sizes])  # zero stands for padding
     places: Ints = np.arange(int(bounds[-1]))
     result = _run(loader, source_shapes, bounds, places)
-    # Once more with the places shuffled: a function that moves elements does not see their values.
+    # Once more with shuffled numbers: a function that only moves elements ignores their values.
     shuffled = places.copy()
     np.random.default_rng(0).shuffle(shuffled[1:])
     again = _run(loader, source_shapes, bounds, shuffled)
-    # The source of every place, and its indices in that.
+    # The source tensor of every element, and its indices there.
     dims = max(map(len, source_shapes.values()), default=0)
     elements: Ints = np.zeros((len(places), 1 + dims), np.int64)
     elements[:, 0] = np.searchsorted(bounds, places, side="right") - 1
@@ -102,7 +102,7 @@ def _run(
 
 
 def _views(elements: Ints, sources: Sequence[Shape]) -> list[tuple[int, View]]:
-    """Cut a target into views, each with the number of its source; padding, -1, has none."""
+    """Split a target into views, each with the number of its source; padding, -1, has none."""
     *target, _ = elements.shape
     todo: list[Box] = [tuple((0, size) for size in target)] if elements.size else []
     views = []
@@ -126,7 +126,7 @@ def _views(elements: Ints, sources: Sequence[Shape]) -> list[tuple[int, View]]:
 
 
 def _edges(block: Ints, dim: int) -> list[int]:
-    """Return where along a dim stretches of equal steps in one source begin, and where it ends."""
+    """Return the borders, along a dim, of stretches with equal steps in one source."""
     if block.shape[dim] == 1:
         return [0, 1]
     steps = np.moveaxis(np.diff(block, axis=dim), dim, 0)
@@ -144,7 +144,7 @@ def _edges(block: Ints, dim: int) -> list[int]:
 
 
 def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View | int:
-    """Return the view of a box with even steps, or a dim along which it is no factor of one."""
+    """Return the view of a box with even steps; else a dim along which to split the box."""
     shape = list(box_shape(box))
     first, *_ = block.reshape(-1, block.shape[-1])
     moving: list[list[tuple[int, int]]] = [[] for _ in source]
@@ -174,7 +174,7 @@ def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View |
 
 
 def fuse(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join q, k and v by heads, as a loader of an engine does."""
+    """Join q, k and v by heads, as inference engines do."""
     heads = [state[name].view(2, -1, 3) for name in ("q", "k", "v")]
     return {"qkv": torch.cat(heads, 1).flatten(0, 1), "norm": state["norm"]}
 

@@ -1,8 +1,8 @@
-"""A small model of real text: trained in shards, saved, merged, and asked in one process.
+"""A small model of real text: trained in shards, saved, merged, and run in one process.
 
 torchrun --standalone --nproc_per_node 4 examples/train_save_merge.py    (2, 4 or 8 processes)
 
-The text is Python's own documentation of its language, which comes with every Python.
+The text is the documentation of the Python language, which is part of every installation.
 """
 
 import tempfile
@@ -19,13 +19,13 @@ from shardspec.parallel import distribute_module, inputs_as, outputs_as
 
 CONTEXT = 12
 TEST = 10**6
-"""Seed of the rows that are not trained on."""
+"""Seed of the test rows."""
 TEXT = "".join(topics[name] for name in sorted(topics))[:200_000]
 LETTERS = sorted(set(TEXT))
 
 
 class NextLetter(nn.Module):
-    """Guesses a letter from those before it."""
+    """Predicts a letter from the letters before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ row = mesh.coordinates(rank)[0]
 
 
 def ask(letters: torch.Tensor) -> torch.Tensor:
-    """Return the scores of all rows; this rank puts in those of its half of the batch."""
+    """Return the scores of all rows; the model gets this rank's half of the batch."""
     half = len(letters) // 2
     return model(letters[half * row : half * (row + 1)])  # type: ignore[no-any-return]  # a module's call is untyped
 
 
 torch.manual_seed(0)
 model = NextLetter()
-# What leaves the embedding is whole over tp, and so is the gradient that comes back to it.
+# The output of the embedding is replicated over tp, and so is its gradient.
 embedded = {"embed": "[S(dp),R,R]"}
 takes, gives = inputs_as("[S(dp),R]"), outputs_as("[R,R]")
 distribute_module(model, mesh, rules, takes, gives, outputs=embedded)
@@ -89,7 +89,7 @@ for step in range(61):
 with torch.no_grad():
     scores = ask(batch(text, TEST)[0])
 
-# Every rank writes its own shards; what several hold is written once.
+# Every rank writes its own shards; replicas are written once.
 place = [tempfile.mkdtemp() if rank == 0 else ""]
 dist.broadcast_object_list(place)
 directory = Path(place[0])
@@ -100,7 +100,7 @@ for name, parameter in model.named_parameters():
 save_sharded(state, directory / "checkpoint")
 
 if rank == 0:
-    # From here on one process is enough, on any machine.
+    # One process on any machine can do the rest.
     report = merge(directory / "checkpoint", directory / "model.pt")
     print(
         f"merged: {report.tensors} tensors of {report.read_files} files, {report.num_bytes:,} bytes"
@@ -115,6 +115,6 @@ if rank == 0:
         )
         print(bool((found - scores).abs().max() < 1e-4))
         print(f"it writes: {continued(alone, 'The statement')!r}")
-# Nobody leaves while others are still at work.
+# No process ends while others still communicate.
 dist.barrier()
 dist.destroy_process_group()

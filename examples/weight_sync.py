@@ -1,10 +1,10 @@
-"""Weights from a trainer to a generator after every step, as reinforcement learning needs them.
+"""Sends weights from a trainer to a generator after every step, as in reinforcement learning.
 
 torchrun --standalone --nproc_per_node 6 examples/weight_sync.py
 
 Ranks 0 to 3 train with torch: fully sharded over dp, tensor-parallel over tp. Ranks 4 and 5
-generate, tensor-parallel, with q, k, v in one matrix and gate, up in another. One plan says who
-sends what to whom; it is made once and run after every step.
+generate, tensor-parallel, with q, k, v in one matrix and gate, up in another. One plan of all
+copies is made once and run after every step.
 """
 
 import logging
@@ -30,7 +30,7 @@ from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, HIDDEN, WORDS, LAYERS = 8, 4, 16, 128, 352, 512, 2
 STEPS = 5
 
-# Each generating rank has its own q, k and v heads below each other, and its gate and up rows.
+# On each generating rank the rows of its q, k and v heads follow each other, as do gate and up.
 FUSED = """
 [sizes]
 t = 2                       # ranks that generate
@@ -80,7 +80,7 @@ GENERATOR_SPECS = {
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend within (batch, time, heads times HEAD_DIM), on whatever heads are here."""
+    """Return the attention of (batch, time, heads times HEAD_DIM), for the heads of this rank."""
     q, k, v = (x.view(*x.shape[:-1], -1, HEAD_DIM).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(-2)
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the stream."""
+        """Return the layer's attention, to be added to its input."""
         out: torch.Tensor = self.o(attention(self.q(x), self.k(x), self.v(x)))
         return out
 
@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream behind the layer."""
+        """Return the output of the layer."""
         x = x + self.attention(self.norms[0](x))
         y = self.norms[1](x)
         out: torch.Tensor = x + self.down(silu(self.gate(y)) * self.up(y))
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """What is trained; words in and logits out share their matrix."""
+    """The trained model; embedding and head share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Model(nn.Module):
 
 
 def trainer(mesh: TorchMesh) -> Model:
-    """Return the model, cut by torch over dp and tp."""
+    """Return the model, sharded by torch over dp and tp."""
     torch.manual_seed(0)
     model = Model()
     by_columns = ("attention.q", "attention.k", "attention.v", "gate", "up")
@@ -176,7 +176,7 @@ def generate(
 
 
 def by_full_tensors(state: dict[str, TorchDTensor], layouts: dict[str, Layout]) -> float:
-    """Return the seconds of the usual way: gather every tensor whole, and send it to all."""
+    """Return the seconds of the usual way: gather every tensor, and send it to all."""
     dist.barrier()
     start = time.perf_counter()
     for name, layout in layouts.items():
@@ -188,14 +188,14 @@ def by_full_tensors(state: dict[str, TorchDTensor], layouts: dict[str, Layout]) 
     return time.perf_counter() - start
 
 
-# torch says once per rank that it gathers such tensors in two steps.
+# torch warns once per rank that it gathers such tensors in two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.set_num_threads(1)
 training = rank < 4
 pair = dist.new_group([4, 5])
-# Making groups is for all ranks of a job, also for those outside the mesh.
+# All ranks of a job create groups, also those outside the mesh.
 torch_mesh = TorchMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
 serving = DeviceMesh([4, 5], (2,), axis_names=("tp",))
 
@@ -223,7 +223,7 @@ for step in range(STEPS):
     out = plan.run(state, out)
     seconds = time.perf_counter() - start
 
-    # The same with proof of arrival: every rank compares digests of what left and what arrived.
+    # The same with a receipt: every rank compares digests of sent and received tensors.
     dist.barrier()
     start = time.perf_counter()
     out, receipt = plan.run(state, out, receipt=True, version=step)
@@ -231,7 +231,7 @@ for step in range(STEPS):
     with_receipt = time.perf_counter() - start
     usual = by_full_tensors(state, layouts)
 
-    # The generator's logits beside the trainer's, for the same words.
+    # Compare the generator's logits with the trainer's, for the same words.
     expected = torch.empty(4, 32, WORDS)
     if model is not None:
         with torch.no_grad():

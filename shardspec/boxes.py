@@ -18,7 +18,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def split_interval(lo: int, hi: int, parts: int, index: int) -> tuple[int, int]:
-    """Return part `index` of ``[lo, hi)`` cut into `parts` by the rule of `torch.chunk`.
+    """Return part `index` of ``[lo, hi)`` split into `parts` by the rule of `torch.chunk`.
 
     >>> [split_interval(0, 5, 4, index) for index in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -96,7 +96,7 @@ def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
 
 
 def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
-    """Divide the elements from `lo` to `hi` of a row-major tensor into boxes, in their order.
+    """Divide elements number `lo` to `hi` of a row-major tensor into boxes, in row-major order.
 
     >>> row_major_boxes((3, 4), 2, 9)
     [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]

@@ -289,7 +289,7 @@ def _width(cell: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument named in an error: ``ranks=4`` in Python, the option of it as a command."""
+    """An argument in an error text: shown as ``ranks=4``, or by a command as its option."""
 
     name: str
     value: object = None

@@ -76,7 +76,7 @@ class StoredBox(FileBox):
     offset: int
     """Position of the first byte in the file."""
     digest: Digest | None = None
-    """Digest of all its bytes; None if the format has none."""
+    """Digest of all bytes of the box; None if the format has none."""
     strides: tuple[int, ...] | None = None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     computed: Computed | None = None
@@ -86,7 +86,7 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A pending reduction, over a mesh axis or of several checkpoints; readers finish it."""
+    """A reduction that readers finish: pending over a mesh axis, or a sum of checkpoints."""
 
     op: ReduceOp
     addends: int
@@ -120,7 +120,7 @@ class Outline(Generic[_Box_co]):
         return prod(self.shape) * item_bytes(self.dtype)
 
     def bytes_of(self, stored: FileBox) -> int:
-        """Return the bytes of one of its boxes."""
+        """Return the number of bytes of one stored box."""
         return box_size(stored.box) * item_bytes(self.dtype)
 
 
@@ -147,9 +147,9 @@ class OpaqueValue:
 
     text: str
     digest: str | None = field(default=None, compare=False)
-    """Digest of everything in it; None if it cannot be compared."""
+    """Digest of the value; None if it cannot be compared."""
     tensors: bool = field(default=False, compare=False)
-    """True if it contains tensors, or may contain them."""
+    """True if the value contains tensors, or may contain them."""
     inside: bool = field(default=True, compare=False)
     """False for a file the checkpoint refers to but does not contain."""
 
@@ -158,7 +158,7 @@ class OpaqueValue:
 
 
 def is_plain_entry(value: object) -> bool:
-    """Return True if a value of `extras` is plain: numbers, text, bytes, or lists and dicts of it.
+    """Return True if a value of `extras` is plain: numbers, text, bytes, lists, dicts of these.
 
     >>> is_plain_entry({"betas": (0.9, 0.999)}), is_plain_entry([OpaqueValue("a generator")])
     (True, False)
@@ -219,7 +219,7 @@ class CheckpointFacts:
     """Snapshots of subdirectories with files that an index names."""
     file_metadata: FileMetadata = NO_METADATA
     notes: tuple[str, ...] = ()
-    """Assumptions made when it was opened: lines for the user."""
+    """Assumptions made when the checkpoint was opened: lines for the user."""
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     """Entries of `extras` that can be copied into torch's DCP unread."""
     pickled: Mapping[str, Sequence[StoredTensor]] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class CheckpointFacts:
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
     """Keys in the nested state dict, for names that differ from their key."""
     described_in: StoragePath | None = None
-    """Directory of the model's config and tokenizer; None for that of the checkpoint."""
+    """Directory of the model's config and tokenizer; None for the checkpoint's own."""
     filled: tuple[str, ...] = ()
     """Names of the missing tensors that were taken from another checkpoint."""
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -250,7 +250,7 @@ NO_FACTS: Final = CheckpointFacts()
 class Catalog:
     """An open checkpoint.
 
-    Most formats list all tensors when it is opened. For the others a subclass looks up each tensor
+    Most formats list all tensors on opening. For the others a subclass looks up each tensor
     on demand, and caches the most recent ones.
     """
 
@@ -285,7 +285,7 @@ class Catalog:
 
     @property
     def home(self) -> StoragePath:
-        """Directory of its files."""
+        """Directory with the files of the checkpoint."""
         return self.directory if self.directory.is_dir() else self.directory.parent
 
     @property
@@ -301,11 +301,11 @@ class Catalog:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return the outline of a tensor without reading the files of its boxes."""
+        """Return the `Outline` of a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors with the same stored bytes; reads as `outline`."""
+        """Return a key, equal for tensors with the same stored bytes; reads as `outline` does."""
         boxes = self.tensor(name).boxes
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
@@ -329,7 +329,7 @@ class Catalog:
         """Check the digests of the written tensors, before the output is published."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files, and those in `beside`, are unchanged since opening.
+        """Check that the checkpoint's files, and those in `beside`, are unchanged since opening.
 
         Call it after all reads.
         """
@@ -367,7 +367,7 @@ class DerivedCatalog(Catalog, ABC):
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a derived tensor."""
+        """Return a tensor derived from those of the other checkpoint."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
         """Check that the files of the other checkpoint are unchanged since opening."""
@@ -496,7 +496,7 @@ _shape = lru_cache(1024)(box_shape)
 
 
 class FileEntry(NamedTuple):
-    """One file of a rank; the boxes of one tensor are adjacent, in the order of their bytes."""
+    """One file of a rank; the boxes of one tensor follow each other in the file."""
 
     name: str
     rank: int
@@ -519,7 +519,7 @@ class OutputTensor(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A box of a tensor in a file, row-major."""
+    """A row-major box of a tensor that is written at one position of a file."""
 
     tensor: OutputTensor
     box: Box
@@ -566,7 +566,7 @@ class OutputFile(NamedTuple):
 
 
 def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> list[RawBytes]:
-    """Return a range of another file, to be written at `offset`; it is read at that time."""
+    """Return a range of another file, to be written at `offset`; it is read while writing."""
 
     def piece(at: int) -> bytes:
         with path.open() as file:
@@ -591,7 +591,7 @@ class Listing(NamedTuple):
 
     name: str
     fill: Callable[[Mapping[str, Sequence[int]], Write], object]
-    """Function that writes it piece by piece; takes the CRC-32 of every extent, by file."""
+    """Function that writes the index in pieces, given the CRC-32 of every extent, by file."""
 
 
 class Carried(NamedTuple):

@@ -66,10 +66,10 @@ class _Place(NamedTuple):
 
     place: StoragePath
     home: StoragePath
-    """Directory of all its files."""
+    """Directory of all files of the checkpoint."""
     format: Format
     note: str = ""
-    """Note for the user about how it was found."""
+    """Note for the user about how the checkpoint was found."""
 
 
 def open_checkpoint(
@@ -78,7 +78,7 @@ def open_checkpoint(
     ranks: int | None = None,
     source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> Catalog:
-    """Open a checkpoint; its metadata is read and checked, its data is not.
+    """Open a checkpoint: read and check the metadata, but read no data.
 
     `path` is a directory in a supported format, a file of one rank in it, one safetensors file, one
     file of `torch.save`, or the index of several; on this machine, or the URL of an object store.
@@ -114,8 +114,8 @@ def open_checkpoints(
             raise CheckpointError(
                 f"{places[0].place}: ",
                 Argument(name),
-                f" was given, but a checkpoint of this format ({places[0].format.called}) needs "
-                "none: it says so itself; leave it out",
+                f" was given, but a checkpoint of this format ({places[0].format.called}) records "
+                "it; omit this argument",
             )
     return [_open(at, options) for at in places]
 
@@ -136,7 +136,7 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
 
 @contextmanager
 def _reported(place: StoragePath) -> Iterator[None]:
-    """Convert operating system errors into a CheckpointError."""
+    """Convert operating system errors about `place` into a CheckpointError that names it."""
     try:
         yield
     except OSError as error:
@@ -176,7 +176,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
 
 
 def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
-    """Return the checkpoint in a directory, which may be that of a run with several."""
+    """Return the checkpoint in a directory; in the directory of a run, the newest one."""
     newest = None if format.newest is None else format.newest(place, names)
     if newest is None:
         return _Place(place, place, format)
@@ -184,7 +184,7 @@ def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place
 
 
 def _find_file(place: StoragePath) -> _Place:
-    """Return the checkpoint that consists of a file, or contains it."""
+    """Return the checkpoint at the path of a file: the file alone, or the checkpoint around it."""
     if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
@@ -214,7 +214,7 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint in a file, or in it and others beside it."""
+    """Return the checkpoint in a file, or in the files that this file lists."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
@@ -250,7 +250,7 @@ def _names(directory: StoragePath) -> list[str]:
 
 
 def _not_read(names: Sequence[str]) -> str | None:
-    """Return an error that names the unsupported format of files; None if they have none."""
+    """Return an error that names the format of files if it is known but unsupported; else None."""
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in names):
             return f"is of {kind}, which is not read; {remedy}"

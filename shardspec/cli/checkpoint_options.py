@@ -45,7 +45,7 @@ checkpoints_argument: Final = click.argument(
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """The facts that a user gives about a checkpoint whose format does not record them."""
+    """Options for facts about a checkpoint that its format does not record, such as --ranks."""
 
     ranks: int | None
     source_rules: Path | None
@@ -83,7 +83,7 @@ source_options: Final = grouped(
 
 @dataclass(frozen=True, slots=True)
 class SumOptions:
-    """The checkpoints that are added to others, and the weight of each."""
+    """Options for sums: the checkpoints that are added, and the weight of each."""
 
     weights: tuple[float, ...] | None
     plus: PurePath | None
@@ -275,10 +275,10 @@ class MapOptions:
         return Path(str(checkpoint)) if beside else self.model
 
     def read(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | NameMap | None":
-        """Return what gives the tensors of a checkpoint other names; None if nothing does.
+        """Return the map or the model that renames a checkpoint's tensors; None without either.
 
-        That is a model or a map, which may name sizes of the model. Of Megatron-core, `stacked`
-        takes the names of its own checkpoints.
+        A map may use sizes of the model's config. With `stacked`, names of Megatron-core are those
+        of its checkpoints, where a tensor stacks all layers.
         """
         if self.map is not None:
             from shardspec.resharding.name_map import NameMap
@@ -312,7 +312,7 @@ model_option: Final = Option(
 def _names_of_others(
     map: Path | None, drop: tuple[str, ...], model: Path | None, names: "NamesOf | None"
 ) -> MapOptions:
-    """Return the options of commands that compare, or write no model."""
+    """Return the map options of commands that neither fill in tensors nor drop rows."""
     return MapOptions(map, drop, model, names)
 
 

@@ -1,4 +1,4 @@
-"""Commands of the command line: help under headings, common options, and what has gone."""
+"""Commands of the command line: help under headings, common options, and removed options."""
 
 import inspect
 import os
@@ -64,30 +64,30 @@ def unless(name: str, heading: Heading, help: str) -> Option:
 
 
 class _Option(click.Option):
-    """An option of click under a heading; values that have gone are answered by a remedy."""
+    """An option of click under a heading; the error for a removed value names a remedy."""
 
     def __init__(self, *words: Any, heading: Heading, **more: Any) -> None:  # noqa: ANN401
         super().__init__(*words, **more)
         self.heading = heading
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:  # noqa: ANN401
-        """Return the parsed value; refuse one that has gone."""
+        """Return the parsed value; refuse a removed one."""
         if isinstance(value, str) and not os.path.exists(value):
             refuse_removed(ctx, f"{self.opts[-1]} {value}")
         return super().type_cast_value(ctx, value)
 
 
 def refuse_removed(ctx: click.Context, words: str) -> None:
-    """Raise `click.UsageError` with the remedy if a command, option or value has gone."""
+    """Raise `click.UsageError` with the remedy if a command, option or value was removed."""
     place = " ".join([*ctx.command_path.split()[1:], words])
     for pattern, remedy in REMOVED.items():
         if ("--" in pattern) == words.startswith("-") and fnmatchcase(place, pattern):
             gone = words if words.startswith("-") else place
-            raise click.UsageError(f"{gone} has gone; {remedy}", ctx)
+            raise click.UsageError(f"{gone} was removed; {remedy}", ctx)
 
 
 class CommandGroup(click.Group):
-    """A group of commands; those that have gone are answered by a remedy."""
+    """A group of commands; the error for a removed command names a remedy."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of a name, if there is one."""
@@ -211,7 +211,7 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 def refuse_if(wrong: bool, text: str) -> None:
-    """Raise `click.UsageError` if options contradict each other."""
+    """Raise `click.UsageError` with this text if options contradict each other."""
     if wrong:
         raise click.UsageError(text)
 

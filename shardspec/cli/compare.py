@@ -163,14 +163,14 @@ def diff_command(
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; the exit code is 1 if they differ.
 
-    Prints a row for each tensor that differs, by how much: the largest first. --json adds the first
-    element that differs, and who holds it. With --model, names of Megatron-core or of engines are
+    Prints a row for each tensor that differs, the largest difference first. --json adds the first
+    element that differs, and its ranks. With --model, names of Megatron-core or of engines are
     compared with those of transformers. Values beside the tensors are compared too, if both formats
     can store them.
 
     Without tolerances, bits are compared: NaNs with equal bits are the same, 0 and -0 are not. With
     a tolerance, all NaNs are the same, and floating point numbers of two dtypes are compared too.
-    Tensors of A are chosen and renamed as for merge; B may lack those that patterns leave out.
+    Tensors of A are chosen and renamed as for merge; B may lack those that patterns exclude.
 
     Examples:
       shardspec diff ckpt model.safetensors
@@ -247,7 +247,7 @@ def _difference_lines(
 ) -> Iterator[str]:
     """Yield a table of the tensors that differ, the largest difference first.
 
-    Values follow, and names on one side only, layers that are alike in one line.
+    Values and names on one side only follow; layers with equal differences share a line.
     """
     alone: dict[str, dict[str, str]] = {"tensor": {}, "value": {}}
     tensors: list[Difference] = []
@@ -307,7 +307,7 @@ class _Change(NamedTuple):
 
 
 def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
-    """Return, by group, how much the tensors that both checkpoints have differ."""
+    """Return the difference of each group of tensors; tensors of one checkpoint are ignored."""
     changes = {}
     for group, names in groups_of(sizes).items():
         changed = [extents[name] for name in names if name in extents]

@@ -20,7 +20,7 @@ _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress":
 
 @click.group(cls=CommandGroup)
 def delta_command() -> None:
-    """Write what changed from one checkpoint to the next, and apply it."""
+    """Write the changes from one checkpoint to the next, and apply them."""
 
 
 @delta_command.command("make", cls=Command)

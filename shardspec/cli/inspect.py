@@ -118,7 +118,7 @@ def inspect_command(
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
-    """Return a summary of the tensors that match the pattern and are, say, ``uneven``."""
+    """Return a summary of the tensors that match `pattern` and `only`, such as ``uneven``."""
     names = summary.names
     if pattern is not None:
         names = tuple(name for name in names if fnmatchcase(name, pattern))
@@ -136,7 +136,7 @@ def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -
 
 
 def _json(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield the JSON of a summary in pieces; that of 100,000 tensors would take 200 MiB at once."""
+    """Yield the JSON of a summary in pieces: for 100,000 tensors it has 200 MiB."""
     yield f'{json.dumps(summary.facts())[:-1]}, "tensors": ['
     for at, name in enumerate(summary.names):
         yield f"{', ' if at else ''}{json.dumps(summary.tensor_facts(name))}"
@@ -144,7 +144,7 @@ def _json(summary: CheckpointSummary) -> Iterator[str]:
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
-    """Print which ranks hold the part of the tensors at an index."""
+    """Print the ranks that have the element at an index, for each tensor."""
     # A pattern may match biases beside matrices: tensors that lack the index are skipped.
     holders = [
         (tensor.name, box, ranks)
@@ -156,8 +156,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
     if summary.names and not holders:
         tensor = next(summary.outlines)
         raise CheckpointError(
-            f"tensor {tensor.name!r}: index {list(index)} does not lie in the shape "
-            f"{list(tensor.shape)}"
+            f"tensor {tensor.name!r}: index {list(index)} is outside shape {list(tensor.shape)}"
         )
     if as_json:
         records = [
@@ -172,7 +171,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
 
 
 def _picture(summary: CheckpointSummary, name: str) -> str:
-    """Return a drawing of the boxes with their ranks; a table if the boxes form no grid."""
+    """Return a drawing of boxes and their ranks; a table if the boxes are not a grid."""
     tensor = summary.source.outline(name)
     layout = summary.layout(tensor)
     if layout is not None:
@@ -187,7 +186,7 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
 def _overview(
     summary: CheckpointSummary, full: bool, only: str | None = None, of: int = 0
 ) -> Iterator[str]:
-    """Yield the lines about a checkpoint; with `only`, those about its tensors."""
+    """Yield the lines of text about a checkpoint; with `only`, the table of its tensors."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
     model, states = summary.apart()
     if only is None:
@@ -295,7 +294,7 @@ def _tensors(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
-    """Return the rows of the table of tensors; those of layers that are alike in one."""
+    """Return the rows of the table of tensors; equal layers share a row."""
     # Most of 100,000 tensors share a layout.
     row_of_layout: dict[Layout | None, tuple[str, ...]] = {}
     cells: dict[str, tuple[str, ...]] = {}
@@ -318,7 +317,7 @@ def _count(names: Sequence[str]) -> str:
 
 
 def _states(summary: CheckpointSummary) -> list[list[str]]:
-    """Return a row for each kind of an optimizer's state."""
+    """Return a table row for each kind of optimizer state, such as ``exp_avg``."""
     kinds: dict[str, list[AnyOutline]] = {}
     for tensor in summary.outlines:
         kinds.setdefault(optimizer_kind(tensor.name) or "", []).append(tensor)
@@ -337,7 +336,7 @@ def _states(summary: CheckpointSummary) -> list[list[str]]:
 def _cells(
     summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None
 ) -> tuple[str, ...]:
-    """Return the row of a tensor, without its name."""
+    """Return the cells of a tensor's table row after its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if layout is None and len(holders.cells) > 1:

@@ -79,7 +79,7 @@ def import_links(
     """Fit the links of a cluster to logs of nccl-tests, and write a file that --links takes.
 
     Logs are the output of all_gather_perf, reduce_scatter_perf, all_reduce_perf, alltoall_perf and
-    sendrecv_perf with their headers; times out of place count.
+    sendrecv_perf with headers. Out-of-place times are used.
 
     Examples:
       shardspec links import all_gather.log alltoall.log -o cluster.toml
@@ -102,7 +102,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _write_links(output: Path, preset: LinkPreset, *, overwrite: bool) -> None:
-    """Write a file of links, and print its curves and how far they are off."""
+    """Write a file of links, and print its curves and their errors."""
     from shardspec.profiling.fit import fit_rows
 
     write_file(output, preset.text(), overwrite=overwrite)
@@ -145,10 +145,10 @@ def profile_command(
 ) -> None:
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
-    Run it under torchrun, one process a device. It times every kind of collective along each axis
+    Run it under torchrun, one process per device. It times every kind of collective along each axis
     of the mesh and along every group of axes, for sizes that grow fourfold, and fits two lines to
-    each, one of low latency and one of high rate. The file is one of links, as of 'shardspec links
-    import', and prices every mesh shape on the cluster; ranks of a host follow from torchrun.
+    each, one of low latency and one of high rate. The output is a file of links, as from 'shardspec
+    links import', for every mesh shape on the cluster; torchrun tells which ranks share a host.
 
     Examples:
       torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.toml
@@ -177,7 +177,7 @@ def profile_command(
 
 
 def _environment(name: str) -> int:
-    """Return a number that torchrun has set; 0 outside a job."""
+    """Return the number in an environment variable of torchrun; 0 outside a job."""
     text = os.environ.get(name, "0")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise click.UsageError(f"{name}={shown(text)} is not a number; start it with torchrun")

@@ -8,6 +8,7 @@ a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used,
 import gc
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -139,7 +140,7 @@ class _LazyGroup(CommandGroup):
 
 
 def option_text(part: TextPart) -> str:
-    """Return a part of an error message; an argument of the library as its option."""
+    """Return a part of an error message as text; an `Argument` as its command-line option."""
     if isinstance(part, str):
         return part
     option = part.name.replace("_", "-")
@@ -190,6 +191,8 @@ def main() -> None:
     # Handled as an interrupt, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _interrupt)
     sys.unraisablehook = _interrupt_again
+    # Clients of stores log what they then raise; only the error is printed.
+    logging.getLogger().addHandler(logging.NullHandler())
     # A terminal that cannot encode '→' shows '?'.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -202,7 +205,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
-    """Repeat an interrupt that came during a callback, where Python ignores exceptions."""
+    """Raise an interrupt again that came during a callback, where Python ignores exceptions."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM]).start()
     else:

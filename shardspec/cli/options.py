@@ -175,7 +175,7 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
 
 def _local(text: str) -> Path:
     if "://" in text:
-        raise ValueError(f"{shown(text)}: this takes a path of this machine, and no URL; copy it")
+        raise ValueError(f"{shown(text)}: give a local path instead of a URL; copy the file first")
     return Path(text)
 
 
@@ -293,8 +293,8 @@ class ClusterOptions:
     ) -> list[tuple[DeviceMesh, CostModel]]:
         """Return the mesh, and other meshes on the same cluster, with the cost model of each.
 
-        A mesh with another number of axes than links are given for has those of the hosts that
-        follow from these. Raises `click.UsageError` if options contradict each other.
+        Links per axis imply which devices share a host. A mesh with another number of axes gets the
+        links of these hosts. Raises `click.UsageError` if options contradict each other.
         """
         if self.mesh is None:
             raise click.UsageError("Missing option '--mesh'")
@@ -322,7 +322,7 @@ class ClusterOptions:
         return [(mesh, models[mesh]) for mesh in meshes]
 
     def _said(self, links: ClusterLinks, axes: int) -> Links | None:
-        """Return the links of all meshes; None if each has its own, or they are assumed."""
+        """Return the links in the options; None without any, so that meshes have their own."""
         if self.between is not None or self.per_node is not None:
             alone = self.links is not None and len(links.names) == 1
             refuse_if(not alone, "--between and --per-node need one name as --links")
@@ -356,7 +356,7 @@ cluster_options: Final = grouped(
 
 
 def _per_axis(values: tuple[T, ...], axes: int) -> tuple[T, ...]:
-    """Return a value for each axis, given as many values, one for all, or none."""
+    """Return one value per axis; a single value is for all axes, and none stays none."""
     if len(values) in (0, axes):
         return values
     if len(values) == 1:

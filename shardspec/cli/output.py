@@ -1,4 +1,4 @@
-"""Prints and writes for commands: lines with control characters escaped, files, progress bars."""
+"""Prints lines, writes files and shows progress bars for the commands."""
 
 import json
 import os
@@ -16,9 +16,9 @@ import click
 from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width
 
 QUIET: Final = "shardspec.quiet"
-"""Key in a click context's `meta`: whether ``--quiet`` was given."""
+"""Key in a click context's `meta`: True after ``--quiet``."""
 VERBOSE: Final = "shardspec.verbose"
-"""Key in a click context's `meta`: whether ``--verbose`` was given."""
+"""Key in a click context's `meta`: True after ``--verbose``."""
 
 _PROGRESS_S: Final = 10
 """Seconds between two lines of progress where there is no terminal."""
@@ -29,7 +29,7 @@ _WIDE: Final = 60
 
 
 def is_quiet() -> bool:
-    """Return whether the current command prints nothing but errors."""
+    """Return True if the current command prints only errors."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(QUIET))
 

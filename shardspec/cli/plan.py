@@ -140,7 +140,7 @@ def plan_command(
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
-    """Return the members of a plan's JSON that differ between plans, and its cost ÷ the best's."""
+    """Return the members of a plan's JSON that differ between plans, and cost ÷ cost of `best`."""
     record = plan.as_dict()
     own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
@@ -155,7 +155,7 @@ def _first_green(table: str) -> str:
 
 
 def _styled(text: str) -> str:
-    """Return a plan's text with its title bold and its assumptions dim, if on a terminal."""
+    """Return a plan's text; on a terminal the title is bold, and assumptions are dim."""
     first, *lines = printable(text, keep="\n").split("\n")
     aside = ("per device; ", "accuracy: ", "nothing to do: ", "  ")
     texts = (styled(line, dim=True) if line.startswith(aside) else line for line in lines)
@@ -204,7 +204,7 @@ def cost_command(
       shardspec cost "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch --csv
       shardspec cost --pairs pairs.txt --mesh dp=2,tp=4 --shape 4096x4096 --json
 
-    A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
+    A line of the file has two specs with blanks between them; '#' starts a comment. Up to a
     million pairs are priced at once.
     """
     refuse_if(as_csv and as_json, "give --csv or --json, not both")
@@ -273,7 +273,7 @@ def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
 
 
 def _lines(file: str) -> Iterator[str]:
-    """Yield the lines of a file, which may be endless, as may be its lines."""
+    """Yield the lines of a file in pieces of bounded length, since a pipe may be endless."""
     try:
         # Bytes that are not UTF-8 become a character that no spec has: an error with its line.
         with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
@@ -383,7 +383,7 @@ def plan_state_command(
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
-    """Return the mesh of a cluster with its links, if any were given."""
+    """Return the mesh of the options; its links are those of the options, if any."""
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh

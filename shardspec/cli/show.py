@@ -235,9 +235,9 @@ def explore_command(
     output: Path,
     overwrite: bool,
 ) -> None:
-    """Write a page in which to pick conversions and watch their plans step by step.
+    """Write an HTML page that shows the plan of any chosen conversion step by step.
 
-    The page holds the plans between all layouts of the meshes and tensors, including pending sums,
+    The page has the plans between all layouts of the meshes and tensors, including pending sums,
     the next best plans and the naive plan. It opens in any browser without a network. Limits are 32
     devices a mesh, 3 dims a tensor and 50,000 conversions.
 

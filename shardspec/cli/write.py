@@ -58,7 +58,7 @@ def _usable_cores() -> int:
 def _size(text: str) -> int:
     size = opts.parse_bytes(text)
     if not size:
-        raise ValueError("files of no bytes hold nothing")
+        raise ValueError("the limit is 0 bytes; give a size above 0")
     return size
 
 
@@ -144,7 +144,7 @@ _write_options: Final = stacked(
 
 
 def _refuse_jobs(title: str) -> None:
-    """Refuse to run in several processes of torchrun, which shows the words of one of them."""
+    """Refuse to run in several processes of torchrun: each would write the same output."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
     raise click.UsageError(
@@ -360,7 +360,7 @@ def reshard_command(
     A file of rules has a line for each pattern of names; the last one that matches counts:
       "*" = "[S0,...]"             the first dim of every tensor, however many it has
       "*.down.weight" = "[R,S0]"
-    What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
+    A tensor without a matching rule is replicated. --dry-run shows the spec of each tensor.
     """
     format = written_format(to, "sharded")
     maps: ckpt.MapOptions = options["maps"]

@@ -1,4 +1,4 @@
-"""Notes that ranks exchange before data moves, and the check that all are about to do the same."""
+"""Checks that all ranks are about to run the same conversion, by notes sent before any data."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ class Note(NamedTuple):
         return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
     def is_like(self, other: "Note") -> bool:
-        """Return True if two ranks are about to do the same."""
+        """Return True if two ranks are about to run the same conversion or gather."""
         return self[:2] == other[:2] and self.content == other.content
 
     def __str__(self) -> str:

@@ -118,7 +118,7 @@ class Cluster:
         return max(link.start_s for link in (self.inside, self.between) if link is not None)
 
     def axis_links(self, mesh: DeviceMesh) -> tuple[Link, ...] | None:
-        """Return the link of each axis of a mesh; None if hosts cut an axis unevenly.
+        """Return the link of each axis of a mesh; None if an axis spans hosts unevenly.
 
         >>> one, two = Link(0.0, 1e-12, "one"), Link(0.0, 1e-11, "two", port="device")
         >>> links = Cluster(one, two, 8).axis_links(DeviceMesh(range(16), (4, 4)))
@@ -241,7 +241,7 @@ def check_links(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> None:
 
 
 def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
-    """Return one cluster for several, each with its devices.
+    """Return one cluster that joins several; each part is a cluster and its device ids.
 
     Raises `MeshError` if two of them contradict each other about two devices.
     """
@@ -256,8 +256,8 @@ def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
             for pair, device in pairs.items():
                 if (first := device_of.setdefault(pair[side], device)) != device:
                     raise MeshError(
-                        f"devices {first} and {device} share a host by the links of one mesh and "
-                        "not by those of another; give links= for both"
+                        f"devices {first} and {device} share a host in one mesh but not in "
+                        "another; give links= for both meshes"
                     )
     host_of: dict[int, int] = {}
     for cluster, ids in parts:
@@ -298,7 +298,7 @@ def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]
         for group in mesh.groups([axis]) if mesh.shape[axis] > 1 else ():
             if speeds.setdefault(frozenset(group), numbers) != numbers:
                 raise MeshError(
-                    f"devices {id_list(group)} differ in links between two meshes; give the same"
+                    f"devices {id_list(group)} have different links in two meshes; make them equal"
                 )
     slowest = max(link.seconds_per_byte for link, *_ in each)
     fast = [item for item in each if item[0].seconds_per_byte < slowest]

@@ -63,7 +63,7 @@ class LinkPreset:
 
     @property
     def link(self) -> Link:
-        """The link inside hosts, or else the one between them."""
+        """The link inside hosts; in a file without one, the link between hosts."""
         link = self.inside or self.between
         assert isinstance(link, Link), "a file has at least one link"
         return link
@@ -171,9 +171,9 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
         for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
     if kind not in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) or not lines:
-        raise ProfileError(f"collective {shown(kind)} with {len(lines)} lines: give {KINDS}")
+        raise ProfileError(f"collective {shown(kind)} has {len(lines)} lines; name one of {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
-        raise ProfileError(f"{kind} of {shown(record['devices'])} devices on {shown(nodes)} nodes")
+        raise ProfileError(f"{kind} has {shown(record['devices'])} devices on {shown(nodes)} nodes")
     if len(size_range) != 2 or None in size_range:
         raise ProfileError(f"sizes of {kind} are {shown(size_range)}; give two numbers of bytes")
     plain = tuple((_scaled("lines", a, 1e6), _scaled("lines", b, 1e12)) for a, b in lines)
@@ -181,7 +181,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
-    """Return a number of a file divided by its unit."""
+    """Return a number of a file in seconds: divided by `unit`, the units per second."""
     number = seconds(value / unit) if _is_number(value) else None
     if number is None:
         raise ProfileError(f"{key} is {shown(value)}, but should be {SECONDS_RULE} s")
@@ -192,7 +192,7 @@ def _rate(key: str, value: object) -> float:
     """Return the seconds per byte of a rate in 10^9 bytes per second."""
     per_byte = seconds(1 / (value * 1e9)) if _is_number(value) and value > 0 else None
     if per_byte is None:
-        raise ProfileError(f"{key} is {shown(value)}; give 10^9 bytes a second, above 0")
+        raise ProfileError(f"{key} is {shown(value)}; give a rate above 0 in 10^9 bytes per second")
     return per_byte
 
 
@@ -201,7 +201,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _record(link: Link) -> dict[str, Any]:
-    """Return a link as the table of a file; its curves come last."""
+    """Return the table that describes a link in a file; the curves come last."""
     rate = 1e-9 / link.seconds_per_byte if link.seconds_per_byte else float("inf")
     numbers = {"latency_us": link.latency_s * 1e6, "gb_per_s": rate, "start_us": link.start_s * 1e6}
     record: dict[str, Any] = {key: _short(number) for key, number in numbers.items()}

@@ -26,7 +26,7 @@ class Communicator(ABC):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if not isinstance(mesh, DeviceMesh):
-            raise MeshError(f"{shown(mesh)} is no mesh; give a DeviceMesh of the devices")
+            raise MeshError(f"{shown(mesh)} is not a mesh; give a DeviceMesh")
         self.mesh = mesh
         """The devices of the communicator."""
 

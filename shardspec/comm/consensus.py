@@ -26,7 +26,7 @@ class Failure(NamedTuple):
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
-    """Run `act` in every process of the mesh; return its result if it worked in all of them.
+    """Run `act` in every process of the mesh; return its result if all processes succeed.
 
     `act` must not communicate. If it fails anywhere, every rank raises `CheckpointError`, which
     names the first such rank, or `OutputExistsError` if that rank did. A process outside the mesh
@@ -67,7 +67,7 @@ def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None)
 
 
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
-    """Raise `CheckpointError` on every rank if their facts differ; name the first difference.
+    """Raise `CheckpointError` on every rank if ranks have different facts; name the first.
 
     Keys of facts are a kind and a name, as in ``"tensor 'w'"``.
     """

@@ -5,9 +5,9 @@
 >>> [f"{model.step_seconds(AllGather(0, (axis,)), 10**6) * 1e6:.1f} µs" for axis in (0, 1)]
 ['30.0 µs', '6.0 µs']
 
-docs/plans.md has the formulas and their sources. The link between two devices has the largest alpha
-and beta among the axes on which they differ. Prices also include the start-up of links, and the
-copies that pack and unpack (`shardspec.comm.curves.copies`).
+docs/plans.md has the formulas with sources. `shardspec.layout.routed` prices exchanges and
+permutes. The link between two devices has the largest alpha and beta among the axes on which they
+differ. Prices include the start-up of links and the local copies that pack and unpack.
 """
 
 from collections.abc import Iterable, Sequence
@@ -100,8 +100,8 @@ class CostModel:
         for n, link in zip(self.mesh_shape, self.links, strict=True):
             if n % link.per_node:
                 raise MeshError(
-                    f"by link {shown(link.name)} {link.per_node} of an axis's devices are in a "
-                    f"node, but the axis has {n}; give a divisor as per_node"
+                    f"link {shown(link.name)} has per_node={link.per_node}, which does not divide "
+                    f"the {n} devices of its axis; give a divisor as per_node"
                 )
         copy_s = seconds(self.copy_s)
         if copy_s is None:
@@ -171,7 +171,7 @@ class CostModel:
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
-        """Return lines over the bytes of the largest shard; the lowest is the step's price."""
+        """Return (seconds, seconds per byte of the largest shard) lines; the lowest one counts."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = curves.kind_of(step), self._long(step.axes)
         if kind is None or not axes:
@@ -228,7 +228,7 @@ class CostModel:
         return prod(self.mesh_shape[axis] for axis in axes)
 
     def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
-        """Return the links of a group inside its nodes, and those between its nodes."""
+        """Return the links of a group along axes: inside nodes, and between nodes."""
         inside: list[tuple[Link, int]] = []
         across: list[tuple[Link, int]] = []
         for axis in axes:
@@ -239,7 +239,7 @@ class CostModel:
         return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return the curve measured for as many devices with the same links."""
+        """Return the curve of a collective along `axes`; None if none was measured."""
         inside, across = self._tiers(axes)
         if not across:
             return self._curve_inside(kind, inside, self._count(axes))
@@ -283,7 +283,7 @@ class CostModel:
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
     ) -> tuple[Line, ...]:
-        """Return the lines of a group of several nodes with `per_node` devices each."""
+        """Return the price of a collective over nodes as (seconds, seconds per byte) lines."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
         latency, beta = (
             self._ring(kind, across)[0],
@@ -394,7 +394,7 @@ def exchange_start(model: CostModel) -> float:
 
 
 def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
-    """Return the axes whose link is slower than that of an axis in `cut`.
+    """Return the axes whose link is slower than the link of any axis in `cut`.
 
     Replicas along these axes do not share the sending of an exchange; it would be slower.
 
@@ -409,7 +409,7 @@ def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
 
 
 def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
-    """Return the model of a mesh reduced to some axes; the others must have one device.
+    """Return the model of a mesh reduced to some axes; other axes must have one device.
 
     >>> model_on_axes(CostModel((2, 1), (Link(1e-5, 0), Link(0, 0))), [0]).mesh_shape
     (2,)
@@ -443,8 +443,8 @@ def models_on(
 ) -> dict[DeviceMesh, CostModel]:
     """Return the cost model of each mesh; all of them share one cluster.
 
-    `links` are those of all meshes; by default each has its own, and a mesh without links has those
-    of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+    If `links` are given, all meshes use them. Otherwise a mesh uses its own links, or without any,
+    those of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
 
     >>> meshes = DeviceMesh(range(8)), DeviceMesh(range(8, 16))
     >>> first, second = models_on(meshes, "h100-nvswitch").values()
@@ -512,7 +512,7 @@ def _models_of(
 def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
     """Return the model of a mesh on a cluster or a preset, by default on the assumed cluster.
 
-    If hosts of the assumed cluster cut the mesh unevenly, every axis joins hosts.
+    If an axis spans hosts of the assumed cluster unevenly, all axes get the link between hosts.
     """
     if isinstance(links, Cluster):
         return _of_cluster(mesh, links)
@@ -536,7 +536,7 @@ def _of_cluster(mesh: DeviceMesh, cluster: Cluster) -> CostModel:
     links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
     if links is None:
         raise MeshError(
-            f"hosts of {cluster.per_node} devices, by ids, cut an axis of mesh {mesh} unevenly "
+            f"hosts of {cluster.per_node} consecutive ids split an axis of mesh {mesh} unevenly "
             f"(ids {min(mesh.ids)} to {max(mesh.ids)}); choose another per_node, or other ids"
         )
     return CostModel(mesh.shape, links, mesh.link_model, copy_s=cluster.copy_s, cluster=cluster)

@@ -52,7 +52,7 @@ class Curve:
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def lines_by_shard(self) -> tuple[Line, ...]:
-        """Return the lines as functions of the bytes of a shard before the step."""
+        """Return (seconds, seconds per byte) lines over the bytes of a shard before the step."""
         factor = bytes_ratio(self.kind, self.devices)
         return tuple((fixed, slope * factor) for fixed, slope in self.lines)
 
@@ -189,7 +189,7 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
 
 
 def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tuple[Line, ...]:
-    """Return lines whose minimum interpolates between two curves; `part` is 0 at `near`.
+    """Return (seconds, seconds per byte) lines whose minimum interpolates between two curves.
 
     >>> lines_between([(10.0, 1.0)], [(30.0, 2.0)], 0.5)
     ((20.0, 1.5),)
@@ -201,7 +201,7 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 
 
 def exchange_floor(curves: Iterable[Curve]) -> Line:
-    """Return the least start and seconds per received byte at which an exchange beats no curve.
+    """Return the (start, seconds per received byte) at which an exchange is cheaper than no curve.
 
     Curves of reductions do not count, since an exchange sends other bytes.
 
@@ -232,7 +232,7 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return the number of copies of its shard that a device makes in a collective.
+    """Return how many times a device copies its shard locally in a collective.
 
     >>> copies(AllGather(0, (0,)), 4), copies(AllGather(1, (0,)), 4)
     (0, 4)

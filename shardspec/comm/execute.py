@@ -146,7 +146,7 @@ def _like(memory: dict[int, torch.Tensor], key: int, tensor: torch.Tensor) -> to
 
 
 def _grouped(copies: Iterable[Copy], peer_of: Callable[[Copy], int]) -> dict[int, Message]:
-    """Return one message per peer with all of its boxes."""
+    """Return one message per peer with all boxes for it; `peer_of` returns the peer of a copy."""
     messages: dict[int, list[Copy]] = {}
     for copy in copies:
         messages.setdefault(peer_of(copy), []).append(copy)

@@ -1,7 +1,7 @@
-"""Exchanges notes between ranks by messages, in one thread of a process at a time.
+"""Exchanges notes, short texts, between ranks; in one thread of a process at a time.
 
-A rank that fails sends its error in place of its next note. It also writes the error to the store
-of the process group; ranks read it there after a timeout.
+A rank that fails sends the error in place of a note. It also writes the error to the store of the
+process group, from which other ranks read it after a timeout.
 """
 
 import json
@@ -127,7 +127,7 @@ class Notes:
             self._send_refused()
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks and return theirs by rank; all of them call this.
+        """Exchange notes with some ranks; return their notes by rank. All of these ranks call this.
 
         Stops at the first note that differs from this rank's. Raises `CommunicatorError` if a rank
         does not answer within the timeout.
@@ -184,13 +184,13 @@ class Notes:
         self._send_refused()
 
     def fail_for(self, error: BaseException, mine: Note, notes: Iterable[Note]) -> None:
-        """Send an error to ranks that wait for this one in another mesh than that of `mine`."""
+        """Send an error to ranks that wait for this rank in another mesh than the note `mine`."""
         waiting = {rank for note in notes if self.rank in note.ranks for rank in note.ranks}
         if waiting - mine.ranks:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
     def _send_refused(self) -> None:
-        """Send notes of failure, unless another thread converts and sends them at its end."""
+        """Send notes of failure, unless another thread converts, which sends them when it ends."""
         while self._refused and (self.is_mine or self._lock.acquire(blocking=False)):
             try:
                 note, peers = self._refused.popleft()
@@ -240,7 +240,7 @@ class Notes:
     def moving(self, transport: Transport, peers: Iterable[int]) -> Iterator[None]:
         """Let errors quote other ranks; after an error this rank refuses conversions.
 
-        The next conversion would receive data that was sent for this one.
+        Otherwise the next conversion would receive data of this one.
         """
         try:
             yield
@@ -261,7 +261,7 @@ class Notes:
         return on_all_ranks(CommunicatorError(f"{text}{heard}; {ORDER_RULE}"))
 
     def _give_up(self, error: str, peers: Iterable[int], words: str = "") -> str:
-        """Stop this rank from converting; return the errors of others, to be quoted."""
+        """Make this rank refuse conversions; return the errors of other ranks as text."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
         end, states = time.monotonic() + _PATIENCE_S, dict[int, str]()

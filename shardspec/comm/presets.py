@@ -1,6 +1,6 @@
 """Links of well-known hardware by name, and the clusters made of them.
 
-Each preset is a file of links beside this module, in the format of users' files. Its numbers are
+Each preset is a TOML file beside this module, as ``shardspec profile`` writes them. Its numbers are
 published or fitted to published ones; links measured on your machines are better. Curves price the
 collectives with published times; latency, rate and start price the other steps.
 
@@ -53,7 +53,7 @@ def link_preset(name: str) -> LinkPreset:
 def _preset(name: str) -> LinkPreset:
     if name not in preset_names():
         if Path(name).suffix:
-            raise MeshError(f"{name} is no file of links, in TOML; 'shardspec profile' writes one")
+            raise MeshError(f"{name} is not a TOML file of links; 'shardspec profile' writes one")
         known = first_of(preset_names(), 5)
         raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     return read_links(_FOLDER / f"{name}.toml")
@@ -72,7 +72,7 @@ def link_between(preset: LinkPreset) -> Link | None:
     except MeshError as error:
         raise ProfileError(f"{preset.name}: between: {error}") from None
     if link.port is None:
-        raise ProfileError(f"{preset.name}: {joining} joins no hosts; name another as between")
+        raise ProfileError(f"{preset.name}: between={joining} does not join hosts; name another")
     return link
 
 
@@ -123,7 +123,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
 
 
 def _unknown_hosts(mesh: DeviceMesh, preset: LinkPreset) -> MeshError:
-    """Return the error of a mesh that spans several hosts unevenly."""
+    """Return the error for a mesh that spans several hosts unevenly."""
     return MeshError(
         f"the nodes of mesh {mesh} are unknown: ids {min(mesh.ids)} to {max(mesh.ids)} are not in "
         f"one node of {preset.per_node} by {preset.name}, and "
@@ -181,6 +181,6 @@ def memory_copy_s(names: Sequence[str], *, required: bool = True) -> float:
         return 2 / (min(rates) * 1e9) if rates else 0.0
     having = ", ".join(name for name in preset_names() if link_preset(name).memory_gb_per_s)
     raise MeshError(
-        f"no memory rate is known of {', '.join(names)}, so local copies have no price; known of: "
-        f"{having}"
+        f"no memory rate is known for {', '.join(names)}, so local copies have no price; known "
+        f"for: {having}"
     )

@@ -110,7 +110,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def moving(self, transport: Transport) -> Iterator[None]:
-        """Wrap the movement of data; after an error this rank refuses conversions."""
+        """Wrap the movement of data in a block; after an error this rank refuses conversions."""
         with self._notes.moving(transport, self._peers):
             yield
 

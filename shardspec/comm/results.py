@@ -1,4 +1,4 @@
-"""Allocates the results of steps, reduces addends, and checks that every element is written."""
+"""Allocates the results of steps, sums addends, and checks that every element is written."""
 
 import ctypes
 import mmap
@@ -71,7 +71,7 @@ def checked_result(step: object, result: torch.Tensor) -> Iterator[None]:
 
 
 def combine_into(result: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of addends, in their order, to the result, which may be the first.
+    """Reduce addends in order into the result, which may share memory with the first addend.
 
     >>> result = torch.empty(2)
     >>> combine_into(result, [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])], "avg")

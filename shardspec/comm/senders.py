@@ -42,7 +42,7 @@ class Copy(NamedTuple):
     """All holders of the box; only the sender once it is chosen."""
     receiver: int
     places: Sequence[int] = (0,)
-    """Numbers of the tensors."""
+    """Numbers of the tensors whose box is copied."""
     item_bytes: int = 1
     """Bytes of an element during the transfer."""
 
@@ -68,7 +68,7 @@ _OVERSHOOT: Final = 1.9
 def overlaps(
     have: Sequence[Box], want: Iterable[Box]
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield each box of `want` with the boxes of `have` that it meets: indices and intersections.
+    """Yield each box of `want`, with (index, intersection) of the boxes of `have` that overlap it.
 
     Boxes must not be empty. Boxes of `want` must be in ascending order of their first rows, unless
     the boxes of `have` form a grid, as those of a layout do.
@@ -106,7 +106,7 @@ Overlapping: TypeAlias = Callable[
 
 
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield what `overlaps` yields, by a sweep along the first dim."""
+    """Yield the overlaps of boxes as `overlaps` does, by a sweep along the first dim."""
     waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
     near: list[int] = []
     for box in want:
@@ -220,7 +220,7 @@ def _filled(load: Sequence[float], total: float) -> list[float]:
 
 
 class Senders:
-    """The senders of all bytes if boxes may be cut.
+    """Chooses the senders of all bytes, where a box may be sent by several holders in parts.
 
     `demands` are pairs of holders and bytes. Demands on the same holders form one sequence of bytes
     in their order. Each of these holders sends one stretch of it.
@@ -249,7 +249,7 @@ class Senders:
         """Set of holders to the end of the stretch of each holder."""
 
     def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
-        """Return the senders of a range of their holders' sequence, in order, with their bytes."""
+        """Return (sender, bytes) pairs for a range in the sequence of a set of holders."""
         if len(holders) == 1:
             return [(holders[0], num_bytes)]
         stops, stop, stretches = self.ends[holders], start + num_bytes, []
@@ -264,7 +264,7 @@ class Senders:
     def split(
         self, holders: Holders, box: Box, start: int, num_bytes: int
     ) -> list[tuple[int, Box]]:
-        """Return the senders of a box, cut by rows if it is in several stretches."""
+        """Return (part of the box, sender) pairs: the whole box, or ranges of rows."""
         stretches = self.stretches(holders, start, num_bytes)
         sides = box_shape(box)
         longest = max(sides, default=1)

@@ -248,7 +248,7 @@ def _among(
     before: Mapping[int, Box],
     after: Mapping[int, Box],
 ) -> DeviceTransfers:
-    """Return the transfers of a device if every member gets its share from each of the others."""
+    """Return the transfers of a device in a step in which each member receives from each member."""
     incoming = [
         Copy(box, (peer,), device)
         for peer in members

@@ -34,7 +34,7 @@ MAX_CONVERSIONS: Final = 50_000
 MAX_PAGE_BYTES: Final = 16 * 2**20
 """Maximum bytes of a page; browsers open it at once."""
 _PLANS: Final = 4
-"""Number of plans per conversion, cheapest first; the naive plan comes on top."""
+"""Number of plans per conversion, cheapest first, besides the naive plan."""
 
 _Move: TypeAlias = tuple[Step, Layout, Layout]
 _Links: TypeAlias = Sequence[tuple[str, ...]]

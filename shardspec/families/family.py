@@ -23,7 +23,7 @@ CUTS: Final = (
 """Ways to shard a tensor. `latent`: sharded only by Megatron-core's own layers. `summed`: stored
 whole on rank 0 of an engine that adds up all ranks."""
 PLACES: Final = ("file", "live", "megatron", "fused")
-"""Files of transformers, its models in memory, Megatron-core, and engines for serving."""
+"""Naming conventions: files of transformers, its models in memory, Megatron-core, and engines."""
 NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
 """Naming convention of the output."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
@@ -40,14 +40,14 @@ _Table: TypeAlias = Mapping[str, object]
 
 
 class Row(NamedTuple):
-    """A tensor, or one of each layer or expert."""
+    """An entry of a family's TOML: one tensor, or one per layer or expert."""
 
     side: Side
     """Name, view and slices in the files of transformers."""
     cut: Mapping[str, str]
-    """Place -> the way in which it is sharded, one of `CUTS`."""
+    """One of `PLACES` -> the way in which the tensor is sharded there, one of `CUTS`."""
     places: Mapping[str, Side | None]
-    """Place -> name, view and slices there; None if the place lacks the tensor."""
+    """One of `PLACES` -> name, view and slices there; None if the tensor does not exist there."""
     when: tuple[str, ...] = ()
     """Sizes that must not be 0 for the tensor to exist; after ``not``, sizes that must be 0."""
     layers: str = ""
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     @property
     def sides(self) -> dict[str, Side | None]:
-        """Place, or ``hf`` for files of transformers -> name, view and slices there."""
+        """One of `PLACES`, or ``hf`` for files -> name, view and slices there."""
         return {"hf": self.side, **self.places}
 
 
@@ -77,7 +77,7 @@ class Family(NamedTuple):
     defaults: Mapping[str, str]
     """Key that a config may lack -> the default of transformers."""
     refused: Mapping[str, str]
-    """Place, or ``all`` -> the reason why no map leads to or from it."""
+    """One of `PLACES`, or ``all`` -> the reason why no map leads to or from it."""
 
 
 @lru_cache(1)
@@ -104,7 +104,7 @@ def family_names() -> tuple[str, ...]:
 
 @lru_cache(64)
 def shipped_family(name: str) -> Family:
-    """Return the family of a name; raises `LayoutError` if it is unknown or cannot be loaded.
+    """Return the family with this name; raises `LayoutError` if it is unknown or cannot be loaded.
 
     >>> shipped_family("qwen3").model_types
     ('qwen3',)
@@ -143,13 +143,13 @@ def read_family(text: str, name: str) -> Family:
     reader.check_heads(document)
     like = document.get("like")
     if like is not None and like not in {*family_names()} - {name}:
-        raise reader.wrong("like", f"there is no family {shown(like)} to be like; name another one")
+        raise reader.wrong("like", f"there is no family {shown(like)}; name another one")
     base = None if like is None else shipped_family(like)
     without = document.get("without", [])
     for pattern in without:
         every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
         if not any(fnmatchcase(old, pattern) for old in every):
-            raise reader.wrong(pattern, f"without {shown(pattern)} matches no row of the base")
+            raise reader.wrong(pattern, f"without: {shown(pattern)} matches no row of the base")
     rows = {}
     for table in ("model", "layer", "mtp"):
         own = [reader.row(entry) for entry in document.get(table, [])]
@@ -186,13 +186,13 @@ def read_family(text: str, name: str) -> Family:
 
 
 class _Reader:
-    """Reads the rows of a text; errors name their line."""
+    """Reads the rows of a family's TOML; errors name the line."""
 
     def __init__(self, text: str, name: str) -> None:
         self._lines, self._name = text.splitlines(), name
 
     def wrong(self, word: str, problem: str, *, last: bool = False) -> LayoutError:
-        """Return an error that names the first or last line with a word."""
+        """Return a LayoutError that names the line with a word: the first, or the last."""
         lines = [at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0]]
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
@@ -214,7 +214,7 @@ class _Reader:
                 )
 
     def check_distinct(self, rows: Sequence[Row]) -> None:
-        """Raise LayoutError if two rows have the same name in a place."""
+        """Raise LayoutError if two rows have the same name in one of `PLACES`."""
         keys = set()
         for row in rows:
             for place, side in row.sides.items():
@@ -227,7 +227,7 @@ class _Reader:
                 keys.add(key)
 
     def row(self, entry: object) -> Row:
-        """Return the row of a table."""
+        """Return the `Row` that a TOML table describes."""
         if not isinstance(entry, dict) or not isinstance(entry.get("hf"), str):
             raise self.wrong(str(entry), f"a row is a table with hf, view and cut; not {entry!r}")
         name = entry["hf"]
@@ -337,14 +337,14 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
-    """Yield (table, row) for all rows; tables are ``model``, ``layer`` and ``mtp``."""
+    """Yield (table, `Row`) for all entries of the tables ``model``, ``layer`` and ``mtp``."""
     for table, rows in family.rows.items():
         for row in rows:
             yield table, row
 
 
 def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
-    """Yield (name with placeholders for numbers, row, side) for every row and place."""
+    """Yield (name without numbers, `Row`, (name, view, slices)) for every row and convention."""
     for table, row in rows_in(family):
         for place, side in row.sides.items():
             if side is not None:

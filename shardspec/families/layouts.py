@@ -55,12 +55,12 @@ class ParsedLayout(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A tensor of the target, or one per layer."""
+    """A tensor of a trainer or engine, or one per layer."""
 
     name: str
     view: str
     rows: tuple[tuple[Side, str], ...]
-    """Its parts: (side, the way in which it is sharded)."""
+    """(side, way of sharding) of each row of the family that is a part of the tensor."""
 
 
 def parse_layout(text: str) -> ParsedLayout:
@@ -349,14 +349,14 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of the first tensor that a rule of the family makes, for errors."""
+        """Return the name of a target as text for errors, with numbers such as those of layer 0."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:
         if size % ranks:
             raise LayoutError(
-                f"{size} {label} do not divide by {axis}={ranks}; choose another number of ranks"
-                + (", or add padded_vocab to the config" if "embed" in label else "")
+                f"{size} {label} are not divisible by {axis}={ranks}; choose another number of "
+                "ranks" + (", or add padded_vocab to the config" if "embed" in label else "")
             )
 
     def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:
@@ -410,7 +410,7 @@ _HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
 
 
 class TensorPlan(NamedTuple):
-    """Styles of a model's tensors by patterns of names; ``*`` stands for a number.
+    """The sharding style of each tensor in transformers' plan; ``*`` in names is a number.
 
     >>> plan = TensorPlan({"layers.*.up_proj": "colwise"}, ranks=2, head_dim=4)
     >>> str(plan.spec("layers.0.up_proj.weight", 2, (8, 4)))
@@ -441,13 +441,13 @@ class TensorPlan(NamedTuple):
         size = shape[cut]
         if style in _COLUMNS and _HEADS.fullmatch(name) and size % (self.ranks * self.head_dim):
             raise LayoutError(
-                f"{name!r}: {size // self.head_dim} heads do not divide by {self.ranks} ranks; "
+                f"{name!r}: {size // self.head_dim} heads are not divisible by {self.ranks} ranks; "
                 "transformers loads such a model, but cannot run it"
             )
         parts: tuple[Part, ...] = ()
         if style in _PACKED:
             if size % (2 * self.ranks):
-                raise LayoutError(f"{name!r}: {size // 2} rows do not divide by {self.ranks} ranks")
+                raise LayoutError(f"{name!r}: {size // 2} rows are not divisible by {self.ranks}")
             parts = (Part(size // 2), Part(size // 2))
         return ShardingSpec(dims, {cut: DimSpec(("tp",), parts)})
 
@@ -457,7 +457,7 @@ def _numberless(name: str) -> str:
 
 
 def plan_specs(config: Mapping[str, object], ranks: int, head_dim: int) -> TensorPlan:
-    """Return transformers' plan for a model, which is built on the meta device."""
+    """Return transformers' tensor-parallel plan; the model is built on the meta device."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

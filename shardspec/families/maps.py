@@ -1,7 +1,7 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-Maps between two of these lead through the names in files of transformers. If tensors of a source
-have several spellings, a first map unifies them, and the next one reports missing tensors.
+Maps lead through the names in files of transformers: one map to them, and one from them. If names
+may be spelled in several ways, the first map unifies them, and the second reports missing tensors.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
-"""Numbered layers; stacked layers if they are uniform; numbered layers with stacked experts."""
+"""Ways to save layers: numbered; stacked if uniform; numbered with stacked experts."""
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -43,7 +43,7 @@ def chain_of(
 ) -> tuple[NameMap, ...]:
     """Return the maps of a model from one format to another, to be applied in turn.
 
-    `names` of the source, if given, save the first map when they have the usual spelling.
+    If `names`, those of the source, have the usual spelling, the first map is omitted.
     """
     for place in (source, target):
         refuse(model, place)
@@ -75,7 +75,7 @@ def chain_of(
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
-    """Return for each name in a format all its spellings, as names or patterns."""
+    """Return, for each name in a format, the names or patterns that other versions use for it."""
     map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
@@ -86,14 +86,14 @@ def spellings(model: Model, source: str) -> dict[str, list[str]]:
 
 
 def refuse(model: Model, place: str) -> None:
-    """Raise LayoutError if a family has no map to or from a place."""
+    """Raise LayoutError if a family has no map to or from a naming convention (`place`)."""
     key = "megatron" if place in _MEGATRON else place
     if key in model.family.refused:
         raise LayoutError(model.family.refused[key])
 
 
 def map_from_files(model: Model, place: str) -> NameMap:
-    """Return the map from the names of files to those of a place."""
+    """Return the map from the names of files to those of `place`, one of `PLACES`."""
     refuse(model, place)
     rules: list[tuple[Side, Side]] = []
     zeros: list[Side] = []
@@ -113,7 +113,7 @@ def map_from_files(model: Model, place: str) -> NameMap:
 
 
 def map_to_files(model: Model, place: str) -> NameMap:
-    """Return the map from the names of a place to those of files."""
+    """Return the map from the names of `place`, one of `PLACES`, to those of files."""
     reverse = map_from_files(model, place).reversed()
     # The tensor has the size of the padded vocabulary.
     sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
@@ -145,7 +145,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors in a source that no rule uses."""
+    """Return the tensors of a naming convention that maps drop on purpose."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -158,7 +158,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Return both sides of an equation, without slices and factors that neither needs."""
+    """Return both sides of an equation without unnecessary slices and factors."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)
@@ -183,7 +183,7 @@ def _identity(model: Model, place: str) -> NameMap:
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map from all spellings to the usual one; None if each name has only one."""
+    """Return the map from all spellings to the usual ones; None if names have one spelling."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
         for own, variants in _tensors(model):
@@ -239,7 +239,7 @@ def _to_saved(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield each tensor of Megatron-core, and its variants as (stored side, own side).
+    """Yield each tensor of Megatron-core with the ways to store it: (stored side, own side).
 
     The first variant is that of `torch_dist`: uniform layers stacked, and all experts stacked.
     """
@@ -273,7 +273,7 @@ def _single(name: str) -> str:
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
-    """Yield the stored sides of a tensor of one spelling, that of `torch_dist` first."""
+    """Yield the names and views under which checkpoints store a tensor, `torch_dist`'s first."""
     every: list[Side] = []
     expert = _LOCAL_EXPERT.fullmatch(name)
     if expert is not None:

@@ -1,4 +1,4 @@
-"""Lists the tensors of one model: the rows of its family with the sizes of its config."""
+"""Lists the tensors of one model, from the TOML of its family and the sizes in its config."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ MTP: Final = "mtp.layers."
 
 
 class Tensor(NamedTuple):
-    """A row with full names; ``{i}``, ``{dense}`` and ``{moe}`` are placeholders for layers."""
+    """A `Row` with full names, in which ``{i}``, ``{dense}`` or ``{moe}`` stands for layers."""
 
     side: Side
     """Name, view and slices in the files of transformers; `places` may override it."""

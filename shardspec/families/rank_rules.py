@@ -34,7 +34,7 @@ _META: Final = {
 
 
 def _spec(cut: str, dims: int) -> str:
-    """Return the spec of a tensor over the axis tp."""
+    """Return the spec, over the axis tp, of a tensor of `dims` dims for a way to shard it."""
     cuts = ["R"] * dims
     if cut not in ("replicated", "summed"):
         cuts[-1 if cut == "rows" else 0] = "S(tp)"

@@ -1,4 +1,4 @@
-"""Finds the format of a checkpoint's tensor names, which may have any prefix.
+"""Recognizes which tool's names the tensors of a checkpoint have, after any prefix.
 
 >>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
 >>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")
@@ -73,7 +73,7 @@ class Recognized(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Tool with such names, and their prefix."""
+        """Text that names the tool whose names these are, and the prefix."""
         _, inner, outer = self.spelling
         if self.spelling.is_plain:
             return _CALLED[self.format]
@@ -84,7 +84,7 @@ class Recognized(NamedTuple):
 def recognize(
     model: Model, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
 ) -> Recognized:
-    """Return the format and the spelling of a source's names.
+    """Return the naming convention, prefixes and missing tensors of a source.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def recognize(
         first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
         raise LayoutError(
             f"{where}: no tensor has a name of the family {model.family.name!r}; the first names, "
-            f"{first}, are of {_users(strange[:1])}; give the config of that model"
+            f"{first}, belong to {_users(strange[:1])}; give the config of that model"
         )
     every = {*known.values()} | {spelling.plain(name, forms) for name in behind}
     by_form = names_by_form(every)
@@ -145,7 +145,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
     rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
     raise LayoutError(
         f"{where}: a model of the family {model.family.name!r} with this config has no "
-        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, of "
+        f"{shown(strange[0].removeprefix(recognized.spelling.outer))}{rest}, which belongs to "
         f"{_users(strange)}; correct the config, or exclude such tensors with ",
         Argument("drop"),
     )
@@ -154,7 +154,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
 def _spelling(
     model: Model, format: str, samples: Mapping[str, str], forms: Collection[str]
 ) -> Spelling:
-    """Return the prefixes of names in a source; `samples` has one name of each form."""
+    """Return the prefixes of names in a source; `samples` has one name per name without numbers."""
     prefix = model.family.prefix["hf"]
     nested = format != "megatron" and prefix.count(".") > 2
     base = prefix[: prefix.index(".") + 1] if nested else ""
@@ -186,7 +186,7 @@ def _spelling(
 
 
 def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
-    """Return the number of tensors in `shapes` whose shape is that of the model in a format."""
+    """Return the number of tensors in `shapes` that have the model's shape in a format."""
     known, count = known_sizes(model.sizes), 0
     for tensor in model.tensors:
         side = tensor.places["file" if format == "hf" else format]
@@ -200,7 +200,7 @@ def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _users(names: Collection[str]) -> str:
-    """Return as text the families with a tensor of the first name."""
+    """Return the families that have a tensor of the first name, as text for an error."""
     form = next(map(form_of, names), "")
     users = []
     for family_name in family_names():

@@ -1,8 +1,8 @@
 """Converts shards to a torch `DTensor` and back, sharing storage and gradients.
 
-Both sides share a convention: the gradient of a shard is that of its box, equal on all devices that
-have the box, and each addend of a pending sum gets the gradient of the sum. Each of n addends of a
-pending mean gets 1/n of its gradient here, but all of it in torch.
+torch and shardspec share a convention: the gradient of a shard is that of its box, equal on all
+devices that have the box, and each addend of a pending sum gets the gradient of the sum. One
+difference: an addend of a pending mean of n gets 1/n of the mean's gradient here, but all in torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
 def layout_of_spec(spec: DTensorSpec) -> Layout:
     """Return the layout of a spec of torch's planners; raises what `layout_of` raises."""
     if spec.tensor_meta is None:
-        raise LayoutError(f"{spec} is of no tensor; give it a tensor_meta with shape and dtype")
+        raise LayoutError(f"{spec} lacks a tensor; give it a tensor_meta with shape and dtype")
     mesh, meta = DeviceMesh.from_torch(spec.mesh), spec.tensor_meta
     return _layout(mesh, spec.placements, _order_of(spec), meta.shape, meta.dtype)
 
@@ -95,8 +95,8 @@ def torch_dtensor(
     mesh = layout.mesh
     if not _has_torchs_boxes(layout):
         raise LossyConversionError(
-            f"torch puts the uneven shards of {layout.spec} of shape {layout.global_shape} "
-            "elsewhere; use save_sharded, or redistribute to the mesh's order of axes first"
+            f"torch splits shape {layout.global_shape} unevenly by {layout.spec} at other places; "
+            "use save_sharded, or redistribute to the mesh's order of axes first"
         )
     if torch_mesh is None:
         torch_mesh = mesh.to_torch(device_type_of(mesh) if shard.is_meta else shard.device.type)

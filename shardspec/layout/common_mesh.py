@@ -50,7 +50,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
 
 
 def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> Layout:
-    """Return a layout on the mesh of the finer axes."""
+    """Return a layout rewritten for the common mesh, whose axes are finer."""
     dims = {}
     for dim, cut in enumerate(layout.spec.dim_specs):
         if axes := _finer(cut, layout.mesh, fine):
@@ -82,7 +82,7 @@ def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple
 
 
 def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout rewritten for a larger mesh; None if its mesh is not a slice of that.
+    """Return a layout rewritten for a larger mesh; None if that has no slice equal to its mesh.
 
     >>> layout = Layout(DeviceMesh([1, 3], (2,)), "[S0]", (4,), "f32")
     >>> print(on_larger_mesh(layout, DeviceMesh(range(4), (2, 2))))

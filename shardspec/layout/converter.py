@@ -150,7 +150,7 @@ class LayoutConverter:
             return (best,)
         if goal.mesh != source.mesh:
             raise LayoutError(
-                f"alternatives are listed on one mesh only, and {goal} is on another one than "
+                f"alternatives are listed on one mesh only, but {goal} is on another mesh than "
                 f"{source}"
             )
         if states_of(source) > graph.MAX_STATES:
@@ -326,7 +326,7 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
     missing = set(target.spec.partials) - set(source.spec.partials)
     if missing:
         raise LayoutError(
-            f"cannot convert {source.spec} to {target.spec}: the target wants a pending "
+            f"cannot convert {source.spec} to {target.spec}: the target has a pending "
             f"{min(p.op for p in missing)} that the source lacks; a conversion only finishes "
             "reductions, it never starts one"
         )

@@ -1,4 +1,4 @@
-"""Prices exchanges between layouts, also on two meshes, and chooses the specs between them.
+"""Prices exchanges between layouts, and chooses the specs in which a tensor changes meshes.
 
 >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
 >>> source, target = Layout(first, "[S0,R]", (8, 8), "f32"), Layout(second, "[S0,R]", (8, 8), "f32")
@@ -66,7 +66,7 @@ _MAX_LISTED: Final = 300_000
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the devices of both: one of the two if it has all of them, else one row."""
+    """Return a mesh of both meshes' devices: one of the two if it has all devices, else one row."""
     ids_a, ids_b = set(a.ids), set(b.ids)
     # If the devices are the same, the mesh with more axes has more detailed distances.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
@@ -159,7 +159,7 @@ def live_bytes(before: Layout, after: Layout) -> int:
 
 
 def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCell]]:
-    """Yield the two layouts restricted to each cell of the tensor."""
+    """Yield both layouts, restricted to each box in which a device has at most one box."""
     for cell in cells_of(before, after):
         yield LayoutCell(before, cell), LayoutCell(after, cell)
 
@@ -167,7 +167,7 @@ def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCe
 def _check_devices(mesh: DeviceMesh) -> None:
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"an exchange is among {mesh.size():,} devices; exchanges are planned for up to "
+            f"an exchange would join {mesh.size():,} devices; exchanges are planned for up to "
             f"{_MAX_DEVICES:,}"
         )
 
@@ -268,7 +268,7 @@ class _Candidates:
 
     @classmethod
     def alone(cls, layout: Layout) -> "_Candidates":
-        """Return candidates: only the spec of `layout`, its reductions finished."""
+        """Return the single candidate: the spec of `layout`, with its reductions finished."""
         return cls(layout, [state_of(layout.spec)[0]], np.zeros(1))
 
     @classmethod

@@ -146,7 +146,7 @@ def successors(
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty subset of axes in every order; of many axes, only singles and all."""
+    """Yield every non-empty subset of axes in every order; if many, only singles and all."""
     if len(axes) > MAX_REORDERED:
         yield from ((axis,) for axis in axes)
         yield tuple(axes)
@@ -176,7 +176,7 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return True if states that differ by a permutation of dims or like axes share prices.
+    """Return True if states that differ by an order of dims, or of equal axes, have equal prices.
 
     They do if every dim divides evenly. False also if there are too many permutations.
 
@@ -209,7 +209,7 @@ class Space:
 
 @lru_cache(maxsize=4)
 def orbits(space: Space, axis_kinds: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
-    """Return the representative of each state's orbit, and the permutations that lead to it.
+    """Return one representative for each group of equally priced states, and permutations to it.
 
     States in one orbit cost the same, as [S0,R] and [R,S0] of an even square do. They differ by a
     permutation of tensor dims (all but the first dim if `first`), or of mesh axes with the same

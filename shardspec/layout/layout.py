@@ -160,8 +160,8 @@ class Layout:
         sides = self.intervals(physical_id)
         if any(len(side) > 1 for side in sides):
             raise LayoutError(
-                f"under {self.spec} device {physical_id} holds several boxes of the tensor, one a "
-                "part; this takes tensors with one box on each device: redistribute to "
+                f"under {self.spec} device {physical_id} has several boxes of the tensor, one per "
+                "part; this function needs one box per device: redistribute to "
                 f"{ShardingSpec(self.spec.dims, self.spec.dim_partition_dict)} first"
             )
         return tuple(side[0] for side in sides)
@@ -297,7 +297,7 @@ def _checked(
         total = sum(part.size for part in cut.parts)
         if cut.parts and total != size:
             raise LayoutError(
-                f"spec {spec}: the parts of dim {dim} come to {total}, but the dim is {size} long"
+                f"spec {spec}: the parts of dim {dim} add up to {total}, not to its size {size}"
             )
         devices = prod(mesh.shape[int(axis)] for axis in cut.axes)
         for part in cut.parts:
@@ -336,7 +336,7 @@ def _part_intervals(
 
 @dataclass(frozen=True, slots=True)
 class LayoutCell:
-    """A layout restricted to one cell: each device has at most one box of the cell."""
+    """A layout restricted to one box of the tensor, a cell, of which a device has one part."""
 
     layout: Layout
     cell: Box

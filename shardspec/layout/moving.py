@@ -12,7 +12,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 
 @lru_cache(maxsize=512)
 def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = None) -> Transfers:
-    """Return the transfers of a step among the devices of both layouts, or of one cell of them.
+    """Return the transfers of a step among the devices of both layouts, or for one cell.
 
     Layouts with parts need a `cell`, one of `cells_of`. Devices outside a layout's mesh have
     empty boxes. Between two meshes a scalar counts as a vector of one element, which can be empty.

@@ -1,12 +1,12 @@
 """Converts specs to placements of `torch.distributed.tensor`, one per mesh axis, and back.
 
-torch splits a dim by the axes that shard it from left to right. If axes further right split first,
-the axis has a split factor, the number of their parts (``_StridedShard``): `[S10]` on a 2x2 mesh is
+torch splits a dim by the axes that shard it from left to right. If axes to the right of an axis
+split first, its placement is a ``_StridedShard`` whose split factor is the number of parts that
+those axes make: `[S10]` on a 2x2 mesh is
 ``(_StridedShard(0, split_factor=2), Shard(0))``. The rule is
-``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse. If one axis
-shards a dim, its factor is the number of parts, each sharded separately: `[S0{4,4}]` on a mesh of 2
-is ``(_StridedShard(0, split_factor=2),)``. This module does not import torch: placements of torch
-exist only once its module has been imported.
+``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13. If only one axis shards a dim,
+the factor is the number of separately sharded parts: `[S0{4,4}]` on a mesh of 2 is
+``(_StridedShard(0, split_factor=2),)``. This module does not import torch.
 """
 
 import sys

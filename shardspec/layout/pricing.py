@@ -10,10 +10,10 @@ True
 >>> prices.step(prices.state(source), prices.state(target))
 Permute(axes=(0, 1))
 
-The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If
-every dim divides evenly under every spec, the latter depend only on the mesh and the rank, and
-specs that differ by a permutation of dims or of equivalent axes share them. Otherwise they are
-computed for the shape of the tensor.
+The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If all
+shards are equally large, prices of permute and exchange depend only on the mesh, the specs and the
+number of elements, and specs that differ by an order of dims or of equivalent axes have equal
+prices. Otherwise prices are computed for the shape of the tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -146,7 +146,7 @@ def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
 
 
 def changed_axes(*both: Cuts) -> tuple[int, ...]:
-    """Return the axes whose position in the cuts differs, ascending.
+    """Return the axes that shard another dim, or the same in another order, ascending.
 
     >>> changed_axes(((0, 1), ()), ((0,), (1,)))
     (1,)
@@ -233,7 +233,7 @@ large_prices = lru_cache(maxsize=4)(_prices)
 
 
 def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
-    """Return `model.lines` with a cache for steps of equal cost."""
+    """Return a cached `model.lines`: steps with the same kind and axes share one result."""
     lines_of: dict[object, tuple[Line, ...]] = {}
 
     def lines(step: Step) -> tuple[Line, ...]:
@@ -248,7 +248,7 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineArrays]]:
-    """Return the states before and after every step, and its lines over shard bytes.
+    """Return (states before, states after, price lines over shard bytes) of all steps.
 
     The lowest line is the price.
     """
@@ -309,7 +309,7 @@ def _routed(
 
 @lru_cache(maxsize=8)
 def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, LineArrays]]:
-    """Return lines from one state per orbit to all states, over the bytes of an even tensor."""
+    """Return price lines from one state per group of equally priced ones to all states."""
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
     scale, rows = prod(sizes), []
@@ -326,7 +326,7 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, L
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
 ) -> Iterator[tuple[Ints, LineArrays, LineArrays]]:
-    """Yield batches of sources sharded by the same axes, with lines of permute and exchange."""
+    """Yield batches of sources sharded by the same axes, with prices of permute and exchange."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])

@@ -51,7 +51,7 @@ def value_at(lines: LineArrays, x: float) -> Floats:
 
 
 def pruned(fixed: Floats, slope: Floats) -> LineArrays:
-    """Return usually far fewer lines with the same maximum for every ``x >= 0``.
+    """Return the lines that determine the maximum for some ``x >= 0``, usually few.
 
     The upper envelope of the lines found is convex, so a line that exceeds it does so at a crossing
     of two of them.
@@ -160,11 +160,11 @@ class _Dim:
         self._sums: dict[int, tuple[Floats, Floats]] = {}
 
     def sums(self, varying: int) -> tuple[Floats, Floats]:
-        """Return the overlaps of a device with those that differ from it only on axes in `varying`.
+        """Return sum and number of overlaps with other devices, each (lists, lists, rows).
 
-        Both arrays are (lists, lists, rows): the total overlap of those devices' parts under the
-        first list with the row device's own part under the second, and the number of non-empty
-        overlaps. `varying` has one bit per axis.
+        An overlap is that of the row device's part under the second list and another device's part
+        under the first. The others differ from the row device only on axes in `varying`, which has
+        one bit per axis.
         """
         # A dict, as a cache of a bound method would keep these arrays alive.
         if varying in self._sums:
@@ -214,7 +214,7 @@ class Routing:
         return bits
 
     def lines(self, sources: Ints, targets: Ints) -> tuple[LineArrays, LineArrays]:
-        """Return the lines of permute and of exchange, over bytes per element, of pairs of specs.
+        """Return the prices of permute and exchange for pairs of specs, as lines over item bytes.
 
         All sources must be sharded by the same axes. A permute between different sets of boxes
         costs inf.
@@ -237,7 +237,7 @@ class Routing:
         return elements
 
     def _exchange(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the lines of exchanges: the sums over axes, the cheapest first.
+        """Return the prices of exchanges as lines, with devices fetched from nearest axes first.
 
         The devices that differ from a device only on some axes have products of parts, one per
         dim. So the elements that it gets from them are a product of sums over single dims.
@@ -250,7 +250,7 @@ class Routing:
 
         @cache
         def reached(varying: int) -> Floats:
-            """Return received elements and peers, then sent ones, the own part included.
+            """Return (elements, peers) received, then sent; a device counts as its own peer.
 
             Replicas share the sending equally.
             """
@@ -299,7 +299,7 @@ class Routing:
         return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the lines of permutes; source and target have the same boxes equally often."""
+        """Return the prices of permutes as lines, if source and target have equal boxes."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:

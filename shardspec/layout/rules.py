@@ -188,7 +188,7 @@ def match_rules(
 def _of_placements(
     placements: Sequence[Placement], sizes: int | Sequence[int], mesh: DeviceMesh | None
 ) -> ShardingSpec:
-    """Return the spec of a tensor; a tensor without dims is replicated."""
+    """Return the spec of torch's placements; a tensor without dims is replicated."""
     if mesh is None and any(isinstance(p, Split) and p.split_factor > 1 for p in placements):
         raise LayoutError("a _StridedShard depends on the mesh; give device_mesh=")
     if not sizes:

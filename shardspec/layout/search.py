@@ -104,7 +104,7 @@ def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
 def _moves_by_matrix(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    """Return the cheapest moves, found in the matrix of prices of all moves."""
+    """Return the cheapest moves, by a search in the matrix with the prices of all moves."""
     prices, move = prices_to_search(source, model, max_bytes, target)
     start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
@@ -239,7 +239,7 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
 
 
 def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
-    """Yield moves that all-reduce what is pending in the source but not in the target.
+    """Yield moves that finish reductions which are pending in the source but not in the target.
 
     >>> from shardspec import DeviceMesh
     >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[R|P01]", (8,), "f32")

@@ -298,7 +298,7 @@ class ShardingSpec:
         return ShardingSpec(self.dims, cuts, partial=pending)
 
     def with_dims(self, changes: Mapping[int, CutLike]) -> "ShardingSpec":
-        """Return the spec with the cuts of some dims replaced."""
+        """Return the spec with some dims sharded in another way."""
         cuts: dict[int, CutLike] = {**dict(enumerate(self.dim_specs)), **changes}
         return ShardingSpec(self.dims, cuts, partial=self.partial)
 

@@ -1,4 +1,4 @@
-"""Computes arrays of costs, between all layouts of a tensor or for pairs of layouts.
+"""Computes the costs of many conversions at once: all layouts of a tensor, or a list of pairs.
 
 `LayoutConverter.cost_table` and `LayoutConverter.costs` show examples.
 """
@@ -186,7 +186,7 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
 def _along_paths(prices: Prices, tensor: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Return seconds, received bytes and peak bytes of a cheapest path between all states.
 
-    If dims divide evenly, the search starts from only one spec of each orbit.
+    If dims divide evenly, only one of the specs with equal prices is a start of the search.
     """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
@@ -329,7 +329,7 @@ def _from_prices(
 
 
 def _ids(values: Iterable[object]) -> Ints:
-    """Return a number for each value, equal for equal values."""
+    """Return integers that are equal where values are equal."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 

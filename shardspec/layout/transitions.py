@@ -72,8 +72,8 @@ def _places(cuts: Cuts, num_axes: int) -> list[int]:
 def _check_size(count: int, mesh: DeviceMesh, dims: int) -> None:
     if count > MAX_STATES:
         raise LayoutError(
-            f"the graph of mesh {mesh} and {counted(dims, 'dim')} has {count:,} specs; graphs of "
-            f"up to {MAX_STATES:,} are laid out whole: take fewer mesh axes or dims"
+            f"the graph of mesh {mesh} and {counted(dims, 'dim')} has {count:,} specs, more than "
+            f"{MAX_STATES:,}; use fewer mesh axes or dims"
         )
 
 

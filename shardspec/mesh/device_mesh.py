@@ -282,7 +282,7 @@ class DeviceMesh:
         return self.ids[position]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Return a device's group along `axes`: the devices that differ from it only there.
+        """Return a device's group along `axes`: devices with equal coordinates on all other axes.
 
         They are in row-major order of `axes`.
         """
@@ -314,7 +314,7 @@ class DeviceMesh:
         return self._slice_with(first, free_axes)
 
     def _slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
-        """Return the mesh along `axes`, in this order, that contains a device."""
+        """Return the slice along `axes`, in this order, that contains a device."""
         options: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
             for name in ("mesh_alpha", "mesh_beta", "axis_names")

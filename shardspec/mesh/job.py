@@ -1,7 +1,7 @@
 """The state of the running job: process groups, and torch's meshes over them.
 
-Every group is made once and shared: torch's meshes use existing groups, and communicators use
-torch's groups.
+Every process group is made once: communicators use the groups of torch's meshes, and new meshes use
+groups that exist.
 """
 
 import atexit
@@ -217,7 +217,7 @@ def device_type_of(mesh: _Mesh) -> str:
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # the result of `make`
-    """Return the origin of a torch mesh, or a new mesh that shares its groups.
+    """Return the mesh that a torch mesh was made from, or a new mesh that shares its groups.
 
     If it has all ranks of the job, every rank calls this at the same point of the program.
     """
@@ -258,7 +258,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
 
 
 def _grid(mesh: _Mesh) -> object:
-    """Return the properties in which a mesh equals torch's."""
+    """Return the properties that a mesh and its torch mesh have in common."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -271,9 +271,8 @@ def check_ascending(mesh: _Mesh) -> None:
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
-                f"mesh {mesh} has the ids {members} along an axis, but torch numbers ranks upwards "
-                "and mixes up such shards; redistribute(spec, device_mesh=) to a mesh of ascending "
-                "ids"
+                f"mesh {mesh} has the ids {members} along an axis, but torch sorts ranks and would "
+                "mix up such shards; redistribute(spec, device_mesh=) to a mesh of ascending ids"
             )
 
 

@@ -2,8 +2,8 @@
 
 A curve is the minimum of two lines, one for a protocol of low latency and one for high bandwidth.
 They meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
-outliers (iteratively reweighted least squares). Errors are those of leave-one-out: each size is
-priced by the fit of the other sizes.
+outliers (iteratively reweighted least squares). Reported errors are leave-one-out: each size is
+predicted by a fit to the other sizes.
 """
 
 import re
@@ -81,7 +81,7 @@ def fit_curve(
     accepts: Callable[[Curve], bool] = lambda _: True,
     nodes: int = 1,
 ) -> Curve:
-    """Return the best curve for which `accepts` is True; the best of all if there is none."""
+    """Return the nearest curve that `accepts` returns True for; without one, the nearest of all."""
     sizes = int(times[0][0]), int(times[-1][0])
     candidates = (lines for _, lines in candidate_lines(times))
     near = [Curve(kind, devices, lines, sizes, nodes) for lines in candidates]
@@ -160,7 +160,7 @@ def fitted_links(
         links.append(link if curves else None)
     inside, joining = links
     if inside is None or not any(curve.kind in KINDS for curve in inside.curves):
-        raise ProfileError("no times are of a collective inside one host; measure one")
+        raise ProfileError("no measured collective is inside one host; measure one")
     room = max(run.devices // run.nodes for run in runs) if joining or between else None
     today = datetime.now(UTC).date().isoformat()
     return LinkPreset(name, inside, joining or between, room, source=source, read_on=today)
@@ -220,8 +220,8 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     text = read_input_file(path, _MOST_BYTES).decode("utf-8", "replace")
     named = _TEST.search(text) or _TEST.search(path.name)
     if named is None or named[1] not in _KINDS:
-        tested = f"of {named[1]}_perf" if named else "of no collective"
-        raise ProfileError(f"{path}: is a log {tested}; known: {', '.join(_KINDS)} of nccl-tests")
+        tested = f"of {named[1]}_perf" if named else "without a known collective"
+        raise ProfileError(f"{path}: is a log {tested}; give one of {', '.join(_KINDS)}")
     hosts = _RANK.findall(text)
     count = nodes or len(set(hosts))
     if not hosts or len(hosts) % count:
@@ -231,7 +231,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
         )
     versions = {match[1] or match[2] for match in _VERSION.finditer(text)}
     if len(versions) > 1:
-        raise ProfileError(f"{path}: is of two NCCL versions, {', '.join(sorted(versions))}")
+        raise ProfileError(f"{path}: is a log of two NCCL versions: {', '.join(sorted(versions))}")
     times: dict[int, float] = {}
     columns: list[str] = []
     for line in text.splitlines():
@@ -245,7 +245,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     times.pop(0, None)
     if len(times) < 2:
         raise ProfileError(
-            f"{path}: has {len(times)} times out of place; give a log with two sizes or more"
+            f"{path}: has {len(times)} out-of-place times; give a log with two sizes or more"
         )
     return Log(Timing(_KINDS[named[1]], len(hosts), count, times), next(iter(versions), None))
 
@@ -254,6 +254,6 @@ def links_of_logs(logs: Sequence[Log], name: str, between: str | None = None) ->
     """Return the links that fit logs; raises `ProfileError` if two versions of NCCL made them."""
     versions = sorted({log.version for log in logs if log.version is not None})
     if len(versions) > 1:
-        raise ProfileError(f"the logs are of NCCL {' and '.join(versions)}; give those of one")
+        raise ProfileError(f"logs are of NCCL {' and '.join(versions)}; give one version's logs")
     source = f"nccl-tests, NCCL {versions[0]}" if versions else "nccl-tests"
     return fitted_links(name, [log.run for log in logs], between, source)

@@ -1,1 +1,1 @@
-"""Whole state dicts from one set of layouts to another; see `shardspec.resharding.plan`."""
+"""Reshards state dicts from one set of layouts to another; see `shardspec.resharding.plan`."""

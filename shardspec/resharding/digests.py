@@ -367,7 +367,7 @@ def _start(stream: int, seed: int) -> int:
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return odd keys of numbers, one row per stream."""
+    """Return an odd key for each number, one row per stream of keys."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
@@ -449,7 +449,7 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return one sum per lane over segments, or over the part of each that begins at `at`."""
+    """Return one sum per lane over segments, or over parts of segments that begin at `at`."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]
@@ -487,7 +487,7 @@ def _cover(box: Box, seed: int) -> int:
 
 @lru_cache(1024)
 def _side(dim: int, lo: int, hi: int, seed: int) -> int:
-    """Return the sum over indices of the block's key times the key of the position in it."""
+    """Return the sum over indices of (key of the block) * (key of the position in the block)."""
     before = _key_sums(dim, seed)
     total = 0
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
@@ -502,7 +502,7 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
 
 @lru_cache(64)
 def _key_sums(dim: int, seed: int) -> _Words:
-    """Return the running sums of the keys of the positions in a block."""
+    """Return the cumulative sums of the keys of positions in a block of a dim."""
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])

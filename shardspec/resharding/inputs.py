@@ -1,4 +1,4 @@
-"""Checks the state dicts that a plan reads and fills, and gathers the layouts that ranks have.
+"""Checks the state dicts that a plan reads and fills, and collects layouts from all ranks.
 
 Layouts, dtypes and memory may have changed since planning, so all are checked again.
 """
@@ -132,8 +132,8 @@ def checked_inputs(
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
     if unknown := sorted(values.keys() - set(planned)):
         raise LayoutError(
-            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; leave it out, "
-            "or make the plan with it"
+            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; remove it, or "
+            "make the plan with it"
         )
 
 
@@ -151,7 +151,7 @@ def _check_layouts(
             if declared not in (None, layout) and not same_shards(declared, layout):
                 label = f"{where}[{name!r}]" if where else repr(name)
                 raise LayoutError(
-                    f"{label} is laid out as {_layout_text(declared)}, in the plan as "
+                    f"{label} has layout {_layout_text(declared)}, but the plan has "
                     f"{_layout_text(layout)}; redistribute it, or make the plan with it"
                 )
 
@@ -191,7 +191,7 @@ def shard_of(
     except LayoutError as error:
         raise LayoutError(f"{label}: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LayoutError(f"{label} is a {type(shard).__name__}, made of other tensors; give these")
+        raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give those")
     if not has_memory(shard):
         raise LayoutError(
             f"the shard of {label} on device {device} has no memory: it is on the meta device, or "
@@ -306,7 +306,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
             if keys[id(theirs)] != keys[id(having[first])]:
                 raise LayoutError(
                     f"{name!r} is {shown(values[new])} on rank {first} and {shown(theirs[new])} on "
-                    f"rank {peer}; make them equal, or leave it out"
+                    f"rank {peer}; make them equal, or remove it"
                 )
     return values
 
@@ -366,7 +366,7 @@ class Overlap(NamedTuple, Generic[K]):
     other: K
     both_written: bool
     same: bool
-    """True if they are the same elements of the same memory."""
+    """True if both arrays are the same elements of the same memory."""
 
 
 class _Span(NamedTuple, Generic[K]):
@@ -468,7 +468,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
                 texts = [str(value) if value else "a plain value" for value in (before, layout)]
                 raise LayoutError(
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
-                    "them alike"
+                    "them equal"
                 )
     return layouts
 
@@ -495,7 +495,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if the layouts of two ranks describe one tensor, or copies of it."""
+    """Return True if the layouts of two ranks are of one tensor, or of copies on other devices."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

@@ -40,7 +40,7 @@ def read_map(text: str) -> dict[str, Any]:
     if not isinstance(sizes, dict) or not all(
         isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
     ):
-        raise LayoutError("[sizes] holds numbers, or expressions as text")
+        raise LayoutError("[sizes] has numbers, or expressions as text")
     types = fields.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
@@ -60,12 +60,12 @@ def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, o
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
     for table in tables:
         if unknown := sorted(table.keys() - set(keys)):
-            raise LayoutError(f"[[{key}]] has {', '.join(sorted(keys))}, not {shown(unknown[0])}")
+            raise LayoutError(f"[[{key}]] takes {', '.join(sorted(keys))}, not {shown(unknown[0])}")
     return tables
 
 
 def _side(table: _Table, end: str) -> Side:
-    """Return the source or the target of a table."""
+    """Return one side of a table of a map: `end` is ``source`` or ``target``."""
     value = table.get(end)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -88,7 +88,7 @@ def placeholders(text: str) -> set[str]:
 def check_pattern(name: str) -> None:
     """Raise LayoutError for an unmatched brace, or for adjacent placeholders as in ``{i}{j}``."""
     if set("{}") & set(_PLACEHOLDER.sub("", name)):
-        raise LayoutError(f"{shown(name)} has a brace that is no placeholder, as {{i}} is one")
+        raise LayoutError(f"{shown(name)} has a brace outside of placeholders such as {{i}}")
     between = _PLACEHOLDER.split(name)[2:-1:2]
     if any(not _DIGITS.sub("", text) for text in between):
         raise LayoutError(
@@ -168,7 +168,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         raise LayoutError(
-            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
+            f"the size {error.args[1][0]!r} depends on itself; give a number"
         ) from None
     for name in order:
         text = sizes.get(name)

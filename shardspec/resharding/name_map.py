@@ -384,8 +384,8 @@ def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
 def _bounded(count: int) -> None:
     if count > _MOST_EQUATIONS:
         raise LayoutError(
-            f"the map comes to more than {_MOST_EQUATIONS:,} equations; views of whole stacks take "
-            "fewer than one a row"
+            f"the map has more than {_MOST_EQUATIONS:,} equations; write one view of a stacked "
+            "tensor instead of one per row"
         )
 
 

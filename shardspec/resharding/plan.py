@@ -106,7 +106,7 @@ class ReshardPlan:
     links: Links | None = None
     """Links of the cluster; None for those of the meshes, or an assumed preset."""
     executor: Executor | None = None
-    """Runs the plan; None if it only copies between devices."""
+    """Runs the plan; None if the plan only copies between devices."""
 
     @cached_property
     def digest(self) -> str:
@@ -288,7 +288,7 @@ class ReshardPlan:
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None
     ) -> Rows:
-        """Return the copies that a device receives or sends, as rows of strided copies.
+        """Return the copies that a device receives or sends, as an array of strided copies.
 
         Another library can move the bytes by these rows. The `page on transfers <transfers.md>`_
         explains the fields and has a player. Rows are valid for plans of one `digest`.
@@ -489,7 +489,7 @@ def reshard_state(
         if device_mesh is None:
             if len(meshes) != 1:
                 raise LayoutError(
-                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    f"the tensors are on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
@@ -534,7 +534,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
         new = names.get(name, name)
         if (other := first.setdefault(new, name)) != name:
             raise LayoutError(
-                f"names= makes both {other!r} and {name!r} to {new!r}; give each its own name"
+                f"names= renames both {other!r} and {name!r} to {new!r}; give them different names"
             )
     return {name: new for new, name in first.items()}
 
@@ -542,7 +542,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 def _targets(
     target: ReshardTarget, outlines: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    """Return the layouts of the target; rules apply to `outlines`, its shapes and dtypes."""
+    """Return the layouts of the target; rules apply to `outlines`: name to shape and dtype."""
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
@@ -600,8 +600,8 @@ def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> li
             view = composed(before.view, equation.view)
             if view is None:
                 raise LayoutError(
-                    f"{equation.source!r} is cut by one map and joined by another; plan through "
-                    "the names between them, one map at a time"
+                    f"{equation.source!r} is split by one map and joined by another; make one plan "
+                    "for each map"
                 )
             both.append(Equation(before.source, equation.target, view))
     return both

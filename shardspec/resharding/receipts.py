@@ -33,7 +33,7 @@ _CHUNK: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The digests of the tensors of the target, equal on every rank and to those of the source.
+    """Digests of the target's tensors, equal on every rank and equal to the source's digests.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class _Boxes(NamedTuple):
 def receipt_of(
     plan: StateCopies, shards: Mapping[int, OfDevice], gather: Gather, version: int | None
 ) -> Receipt:
-    """Compare the source with what arrived; all processes call this.
+    """Compare the digests of source and target; return the receipt. All processes call this.
 
     Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
     replicas differ.
@@ -126,12 +126,12 @@ def receipt_of(
         sums = LANES if name in plan.padded else LANES + 1
         if digest.sums[:sums] != arrived[name].sums[:sums]:
             values = f"its digest is {digest.value} there and {arrived[name].value} here"
-            raise fail(name, f"did not arrive as the source has it: {values}; check the links")
+            raise fail(name, f"did not arrive unchanged: {values}; check the links")
     return Receipt(version, Digests(raw).require_complete())
 
 
 def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
-    """Return the digests of the boxes of one device."""
+    """Return the digests of the source and target boxes of one device."""
     digests = _Boxes({}, {}, {})
     cast = {m.target_name for m in plan.moves if m.source.dtype != m.target.dtype}
     for place, shard in shards.source.items():

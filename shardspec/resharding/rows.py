@@ -1,4 +1,4 @@
-"""A reshard plan as rows of strided copies between flat shards, for any transport.
+"""Exports a reshard plan as rows, each a strided copy between two flat shards.
 
 Rows can be used without the planner: `docs/transfers.md` explains the fields, with a player of some
 forty lines.
@@ -50,7 +50,7 @@ Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
 
 
 class FileRegion(NamedTuple):
-    """Place of a box of a tensor in a file of a checkpoint."""
+    """Position and strides of a box of a tensor in a file of a checkpoint."""
 
     file: int
     """Number of the file in the plan."""
@@ -62,7 +62,7 @@ class FileRegion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Place of a box, counted in bytes from the start of a shard or file."""
+    """Position and strides of a box, in bytes from the start of a shard or file."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -77,7 +77,7 @@ def transfer_rows(
     strides: Declared | None = None,
     files: Mapping[str, Sequence[FileRegion]] | None = None,
 ) -> Rows:
-    """Return what a device receives or sends; see `ReshardPlan.transfers`.
+    """Return the rows that a device receives or sends; see `ReshardPlan.transfers`.
 
     `files` has, by name, the place of each tensor whose source is a checkpoint.
     """
@@ -103,7 +103,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
             f"device {shown(device)} is not in the plan, whose devices are {id_list(plan.devices)}"
         )
     if plan.devices[-1] >= 2**32:
-        raise LayoutError(f"device {plan.devices[-1]} has an id that rows of 32 bits cannot hold")
+        raise LayoutError(f"device id {plan.devices[-1]} does not fit the 32 bits of a row")
     for move in plan.moves:
         if move.source.dtype != move.target.dtype:
             raise LayoutError(
@@ -122,7 +122,7 @@ def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Cop
 
 
 class _Places:
-    """Places of boxes in shards, whose strides are declared or row-major, and in files."""
+    """Finds the positions of boxes in shards, with declared or row-major strides, and in files."""
 
     def __init__(
         self, plan: StateCopies, declared: Declared, files: Mapping[str, Sequence[FileRegion]]
@@ -130,7 +130,7 @@ class _Places:
         self._moves, self._files = plan.moves, files
         self._declared = {side: declared.get(side, {}) for side in ("source", "target")}
         if plan.files and self._declared["source"]:
-            raise LayoutError("strides= is for shards; those of the source are as its files say")
+            raise LayoutError("strides= is for shards; the strides of files are known")
         if unknown := declared.keys() - self._declared.keys():
             raise LayoutError(
                 f"strides= has {shown(sorted(unknown)[0])}; give 'source' and 'target', and in "
@@ -140,11 +140,11 @@ class _Places:
             names = {_name(move, side) for move in plan.moves}
             if others := self._declared[side].keys() - names:
                 raise LayoutError(
-                    f"strides= declares {shown(sorted(others)[0])}, which no {side} of the plan is"
+                    f"strides= declares {shown(sorted(others)[0])}, which is no {side} of the plan"
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield the places of a box at sender and receiver, and the tensors with these places."""
+        """Yield (place at the sender, place at the receiver, tensors with both places) of a box."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
@@ -231,7 +231,7 @@ def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple
 
 
 def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
-    """Return rows that copy a box.
+    """Return the `ROW` entries that copy a box.
 
     Bytes that are contiguous at both ends are a run. A row repeats its run along the longest other
     dim, and each index of the remaining dims has a row.

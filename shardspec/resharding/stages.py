@@ -2,8 +2,8 @@
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
 Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
-from there to other hosts that need it, and in each host to the other devices. So it enters a host
-once.
+from there to other hosts that need it, and in each host to the other devices. So each byte enters a
+host once.
 """
 
 from collections import Counter, defaultdict
@@ -113,7 +113,7 @@ def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
 
 
 def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
-    """Return the meshes of devices; with `stored`, those whose ids are numbers of files."""
+    """Return the meshes of sources and targets: of devices, or with `stored`, of numbered files."""
     layouts = {layout for move in moves for layout in (move.source, move.target)}
     return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
 
@@ -137,7 +137,7 @@ class StateCopies:
     padded: tuple[str, ...]
     dropped: tuple[str, ...]
     digest: str
-    """The five fields above are those of the `ReshardPlan`."""
+    """Hash of the plan. This field and the four above it are those of the `ReshardPlan`."""
     devices: tuple[int, ...]
     """Ids of all devices and files, ascending."""
     files: frozenset[int]
@@ -256,7 +256,7 @@ def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> N
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
-    """Return the nonempty boxes of the view, which are disjoint, with their holders."""
+    """Return the devices that have each nonempty box of a view; boxes are disjoint."""
     boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
@@ -323,7 +323,7 @@ class PlanStage:
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
-        """Yield every copy, its group's senders, and its offset in the bytes of its holders."""
+        """Yield (copy, senders of the copy's group, offset of the copy in the holders' bytes)."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
@@ -343,7 +343,7 @@ class PlanStage:
 
     @property
     def most_peers(self) -> int:
-        """Maximum number of receivers of one device, or of senders to one."""
+        """Maximum number of devices that a device sends to, or that it receives from."""
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
@@ -374,7 +374,7 @@ class Far(NamedTuple):
     """One box that some hosts lack."""
 
     copy: Copy
-    """The copy to one of its receivers."""
+    """The copy of the box to one of its receivers."""
     receivers: dict[int, Holders]
     """The devices that need the box, by host."""
     center: int | None = None
@@ -607,7 +607,7 @@ class Schedule(NamedTuple):
 def _schedule(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
-    """Return the messages of a device; sender and receiver of one compute it alike."""
+    """Return the messages of a device; sender and receiver of a message make the same message."""
     at = {each: place for place, each in enumerate(devices)}
     sends: dict[Turn, dict[int, Message]] = {}
     receives: dict[Turn, dict[int, Message]] = {}
@@ -623,7 +623,7 @@ def _schedule(
 
 
 def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
-    """Divide what goes from one device to another into messages of bounded size."""
+    """Divide the copies from one device to another into messages of bounded size."""
     message: list[Copy] = []
     end = 0
     for copy in copies:

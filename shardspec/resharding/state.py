@@ -94,8 +94,8 @@ def named_leaves(state: Mapping[str, object]) -> Iterator[tuple[str, KeyPath, ob
         name = dotted_name(path)
         if paths.setdefault(name, path) is not path:
             raise LayoutError(
-                f"two values of the state dict would both be named {shown(name)}: that at "
-                f"{keys_text(paths[name])} and that at {keys_text(path)}; rename a key"
+                f"two values of the state dict would both be named {shown(name)}: the ones at "
+                f"{keys_text(paths[name])} and {keys_text(path)}; rename a key"
             )
         yield name, path, value
 
@@ -112,7 +112,7 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def plain_key(value: object) -> Hashable:
-    """Return a key; two plain values are equal exactly if their keys are.
+    """Return a key for comparison: plain values with equal keys are equal, and vice versa.
 
     Equal values have one type; NaN equals NaN, and -0.0 differs from 0.0. The order of keys and of
     sets does not count. Raises TypeError for anything but numbers, texts, bytes, None, members of
@@ -151,7 +151,7 @@ def plain_key(value: object) -> Hashable:
 
 
 def is_plain(value: object) -> bool:
-    """Return True for a plain value: `plain_key` makes a key of it.
+    """Return True for a plain value, one for which `plain_key` returns a key.
 
     >>> is_plain([{"lr": 0.1, "betas": (0.9, 0.99)}]), is_plain([object()])
     (True, False)
@@ -191,7 +191,7 @@ def required_layout(name: str, value: object) -> Layout:
     layout = stated_layout(name, value)
     if layout is None:
         raise LayoutError(
-            f"{name!r} is a {type(value).__name__}, which says no mesh; give a Layout, or a "
+            f"{name!r} is a {type(value).__name__}, which has no mesh; give a Layout, or a "
             "DTensor of shardspec or of torch, as distribute_tensor makes it"
         )
     return layout

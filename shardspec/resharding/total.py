@@ -1,7 +1,7 @@
 """Proves that a name map writes every element of a target once, and loses none of a source.
 
-Every tensor that the map names must exist: numbers run from 0 to the largest in the source, or to
-the size ``{i}``. Then every index is checked to be covered by exactly one equation.
+Every tensor that the map names must exist. A placeholder ``{i}`` counts from 0 to the largest
+number in the source, or to the size ``{i}``. Then each element must be in exactly one equation.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -126,8 +126,8 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
         if not matching:
             first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "nothing: it is empty"
             raise LayoutError(
-                f"nothing matches the pattern {shown(pattern)} of what is dropped; the names "
-                f"start with {first}"
+                f"no tensor to drop matches the pattern {shown(pattern)}; the names start with "
+                f"{first}"
             )
         dropped |= matching
     return dropped
@@ -231,8 +231,8 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
     cells = [len(each) - 1 for each in edges]
     if prod(cells) > _MAX_CELLS:
         raise LayoutError(
-            f"{len(sides):,} equations cut a tensor of {list(shape)} too finely to be checked; cut "
-            "it into fewer and larger parts"
+            f"{len(sides):,} equations split a tensor of {list(shape)} into too many parts to "
+            "check; use fewer and larger parts"
         )
     counts = np.zeros(cells, np.uint32)
     for side in intervals:
@@ -268,7 +268,7 @@ def _intervals(factors: Sequence[Factor]) -> _Ints:
             starts, stops = np.array([first]), np.array([first + factor.length * width])
         elif factor.length * len(starts) > _MAX_CELLS:
             raise LayoutError(
-                "an equation cuts a dim too finely to be checked; cut it into larger parts"
+                "an equation splits a dim into too many parts to check; use larger parts"
             )
         else:
             steps = first + np.arange(factor.length) * width
@@ -283,7 +283,7 @@ class _Sought(NamedTuple):
     side: Side
     """Source side of the rule."""
     optional: bool
-    """True if the source may lack its tensors."""
+    """True if the source may lack the rule's tensors."""
     bindings: Sequence[Binding]
 
 
@@ -343,7 +343,7 @@ def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Bindi
 
 
 def _named(side: Side, binding: Binding) -> str:
-    """Return the name of a tensor, and the row of a stack."""
+    """Return a tensor's name as text; for one row of a stacked tensor, also the row."""
     own = placeholders(side[0])
     rows = [f"{{{name}}} = {number}" for name, number in binding.items() if name not in own]
     return " at ".join([repr(filled(side[:1], binding)[0]), ", ".join(rows)][: 1 + bool(rows)])

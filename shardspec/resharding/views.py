@@ -1,12 +1,12 @@
 """Views: equal elements of two tensors, by factored and permuted dims.
 
 ``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and
-a view of a target with the same names are an equation: the element at indices
-``g, q, d, c`` of one is that of the other. So fusing, splitting, stacking, transposing and padding
-are all the same thing, an equation between views.
+a view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the
+source equals the element at these indices of the target. Equations express fusing, splitting,
+stacking, transposing and padding.
 
-Along each dim an index is a sum of indices of the view times a weight, so a box of a tensor is a
-few boxes of the view, and a box of the view is a strided part of a tensor.
+An index of a dim is a weighted sum of indices of the view. So a box of a tensor is a few boxes of
+the view, and a box of the view is a strided part of a tensor.
 """
 
 import ast
@@ -72,7 +72,7 @@ class TensorView(NamedTuple):
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
     ) -> tuple[tuple[int, ...], int]:
-        """Return the steps along the axes of the view, and the place of its element at `corner`.
+        """Return the strides along the axes of the view, and the offset of its element at `corner`.
 
         `strides` are steps in the memory of a shard, `intervals` its indices along each dim.
         """
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes of factors that an interval of a dim shares with the view."""
+    """Return the boxes, one interval per factor, that an interval of a dim covers in the view."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
@@ -172,7 +172,7 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
                 a, b = value(left), value(right)
                 if not b and isinstance(op, ast.FloorDiv):
                     raise SpecSyntaxError(
-                        f"{ast.unparse(right)} is 0, by which nothing is divided", text, 0
+                        f"the expression divides by {ast.unparse(right)}, which is 0", text, 0
                     )
                 result = _OPERATORS[type(op)](a, b)
                 if abs(result) > MAX_SIZE:
@@ -211,7 +211,7 @@ def factors_of(
         unknown = [name for name in factors if name not in sizes]
         product = prod(sizes[name] for name in factors if name in sizes)
         if wrong := [name for name in factors if not 0 <= sizes.get(name, 0) <= MAX_SIZE]:
-            problem = f"{wrong[0]!r} is {shown(sizes[wrong[0]])}, which is no size of a dim"
+            problem = f"{wrong[0]!r} is {shown(sizes[wrong[0]])}, which is not the size of a dim"
             raise SpecSyntaxError(problem, text, text.index(wrong[0]))
         if len(unknown) > 1:
             names = " and ".join(map(repr, unknown))
@@ -221,7 +221,7 @@ def factors_of(
         if product * rest != size:
             names = " ".join(factors)
             problem = (
-                f"the factors {names} come to a multiple of {product}, but the dim is {size} long"
+                f"the factors {names} give a multiple of {product}, but the dim has {size} elements"
             )
             raise SpecSyntaxError(problem, text, 0)
         full_sizes = {name: sizes.get(name, rest) for name in factors}
@@ -241,7 +241,7 @@ def factors_of(
             end = evaluate(last, every) if last.strip() else size
         if not 0 <= start <= end <= size:
             raise SpecSyntaxError(
-                f"{start}:{end} is not within the {size} of {name!r}", slice_text, 0
+                f"{start}:{end} is outside {name!r}, which has size {size}", slice_text, 0
             )
         if name in by_name:
             by_name[name] = Factor(-1, size, start, end - start)
@@ -297,7 +297,7 @@ def views_of(
 
 
 def composed(first: View, second: View) -> View | None:
-    """Return the equation of `first`, then `second`; None if both cut the tensor between them.
+    """Return the equation that applies `first`, then `second`; None if no equation does.
 
     >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
     >>> composed(halves, identity_view((2,))) == halves
@@ -325,7 +325,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Replace each axis of the tensor between by the factors that read it; None if it is cut."""
+    """Return `outer` with each axis of `between` replaced by the factors of `inner`, or None."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:
@@ -383,9 +383,9 @@ def _runs(
 
 
 def bounded(count: int) -> None:
-    """Raise LayoutError if a map cuts a tensor into too many pieces."""
+    """Raise LayoutError if a map splits a tensor into too many pieces."""
     if count > MOST_PIECES:
         raise LayoutError(
-            f"the map cuts a tensor into more than {MOST_PIECES:,} pieces; turn fewer factors "
-            "around in one step"
+            f"the map splits a tensor into more than {MOST_PIECES:,} pieces; permute fewer factors "
+            "in one map"
         )

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
 _SHOWN_ELEMENTS: Final = 1000
-"""As torch: a larger tensor is shown by a shard."""
+"""Maximum elements printed, as in torch; of a larger tensor a shard is printed."""
 
 
 class DTensor(Differentiable):
@@ -185,7 +185,7 @@ class DTensor(Differentiable):
         global_shape: Sequence[int] | None = None,
         communicator: Communicator | None = None,
     ) -> "DTensor":
-        """Return a DTensor of shards that the devices already hold; every rank calls this.
+        """Return a DTensor of existing shards of the devices; every rank calls this.
 
         `local` is this rank's shard, or a dict of the shards of all addressable devices by physical
         id. Where one process holds all devices, one tensor is the shard of the first, and the
@@ -333,7 +333,7 @@ class DTensor(Differentiable):
         grad_spec: SpecLike | None = None,
         grad_placements: SpecLike | None = None,
     ) -> torch.Tensor:
-        """Return the shard of this rank, or of one of the devices that this process holds.
+        """Return the shard of this rank, or of one of the devices of this process.
 
         `grad_spec`, or torch's word `grad_placements`, is the layout of a gradient that will arrive
         incomplete: the same dims with a sum or mean pending over the axes along which each device

@@ -1,7 +1,7 @@
 """Factories of tensors, in which each device makes only its own box.
 
-A random number depends on its place in the global tensor, counted row by row, in blocks of 4096.
-Block *k* comes from the 4096 words of 64 bits that the counters *1024 k* to *1024 k + 1023* make in
+A random number depends only on the seed and on its row-major position in the global tensor. Block
+*k* of 4096 positions uses the 64-bit words that the counters *1024 k* to *1024 k + 1023* make in
 Philox 4x64 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1,
 2, 3", SC 2011), keyed by the seed; `numpy.random.Philox` has the same words in every version. A
 uniform number is a word's leading bits; two normal numbers come from two words by the method of Box
@@ -39,7 +39,7 @@ _Size: TypeAlias = int | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """Keywords that all functions here take, the same on every rank of the mesh.
+    """Keywords of all functions of this module, the same on every rank of the mesh.
 
     `sharding_spec` and `placements` mean the same and are as for `DTensor`; by default the tensor
     is replicated. `dtype` and `device` are by default those of torch's function of the same name;

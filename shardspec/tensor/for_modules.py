@@ -1,8 +1,8 @@
 """Stand-ins for DTensors in modules while a ``partition_fn`` of `distribute_module` runs.
 
 `torch.nn.Module` accepts only torch tensors, and ``Module._apply`` swaps the parameter with its
-replacement, which torch's own DTensor does not allow. So a tensor without data stands for the
-DTensor until the function has ended.
+replacement, which torch's own DTensor does not allow. So a tensor without data takes the place of
+the DTensor until ``partition_fn`` returns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,5 +66,5 @@ def stand_ins() -> Iterator[None]:
 
 
 def stand_ins_are_wanted() -> bool:
-    """Return whether a ``partition_fn`` is running."""
+    """Return True if a ``partition_fn`` is running."""
     return _IN_PARTITION.get()

@@ -153,13 +153,13 @@ def run_step(
 
 
 def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor:
-    """Return the part of a device's shard in a cell; a scalar as a vector of one element."""
+    """Return the part of a device's shard that is in a cell; a scalar becomes a vector."""
     return shard[cell.index(device)] if cell.cell else shard.view(1)
 
 
 @lru_cache(maxsize=4096)
 def _same_boxes(before: Layout, after: Layout) -> bool:
-    """Return whether every device holds the same box, so that nothing moves."""
+    """Return True if every device keeps its box, so that nothing moves."""
     return before.boxes() == after.boxes()
 
 
@@ -247,7 +247,7 @@ def convert(
 def with_gradient_reduced(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the shards, with gradients that arrive at them reduced by a plan.
+    """Return the shards; a plan reduces the gradients that arrive at them.
 
     The gradient of a pending mean is not divided: the devices return a mean again.
     """

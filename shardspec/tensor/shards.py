@@ -143,7 +143,7 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
 
 
 def is_torch_dtensor(value: object) -> "TypeGuard[TorchDTensor]":
-    """Return whether this is a DTensor of torch; where that was never imported there is none.
+    """Return True for a DTensor of torch; False if torch's DTensor was never imported.
 
     Importing it takes as long as the rest of torch.
     """
@@ -224,7 +224,7 @@ def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return the layout with the longest dim further sharded by all unused axes."""
+    """Return a layout without replicas: the longest dim is also sharded by all unused axes."""
     spec, shape = layout.spec, layout.global_shape
     spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]

@@ -157,13 +157,13 @@ def test_a_box_that_no_file_holds(tmp_path):
     del made.shards["rank1.safetensors"]["b"]
     message = refused(made.write(tmp_path / "ckpt"))
     assert message.startswith(
-        f"{tmp_path}/ckpt: tensor 'b': no file contains its box [3:6] (rank 1,4); restore"
+        f"{tmp_path}/ckpt: tensor 'b': no file contains box [3:6] (rank 1,4); restore"
     )
     made = handmade({"p": ("[S0|P1]", {(i,): np.zeros(4, np.int32) for i in range(3)})})
     del made.file(4)["boxes"]["p"]
     del made.shards["rank4.safetensors"]["p"]
     message = refused(made.write(tmp_path / "pending"))
-    assert "no file contains its box [2:4] of addend [1] (rank 4); restore" in message
+    assert "no file contains box [2:4] of addend [1] (rank 4); restore" in message
 
 
 def test_a_box_that_the_layout_does_not_give(tmp_path):
@@ -171,7 +171,7 @@ def test_a_box_that_the_layout_does_not_give(tmp_path):
     made.file(4)["boxes"]["w"]["box"] = [[4, 8], [4, 7]]
     assert (
         "tensor 'w': rank 4 is listed with box [4:8, 4:7], but under spec [S0,S1] it has "
-        "[4:8, 3:6]; the info contradicts itself"
+        "[4:8, 3:6]; the file is inconsistent"
     ) in refused(made.write(tmp_path / "ckpt"))
     made = handmade({"p": ("[S0|P1]", {(i,): np.zeros(4, np.int32) for i in range(3)})})
     made.file(4)["boxes"]["p"]["addend"] = [2]
@@ -305,7 +305,7 @@ def drop(*keys):
         ),
         (
             put("tensors", "w", "shape", [1] * 65),
-            "has 65 dims and a spec of 7 characters, at most 64 and 4096",
+            "has 65 dims and a spec of 7 characters, more than the limits 64 and 4096",
         ),
         (
             put("tensors", "w", "dtype", "I33"),

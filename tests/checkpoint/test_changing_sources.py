@@ -19,7 +19,7 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.stores import FORMS, ROOTS, upload
 
-CHANGED = "while it was read, so what was read may be a mixture of two saves"
+CHANGED = "while it was read, so the data may be a mixture of two saves"
 
 
 def rewritten(path):
@@ -90,7 +90,7 @@ def test_every_format_is_told(saved, form, change):
     with pytest.raises(CheckpointError) as caught:
         source.check_unchanged()
     done = "was removed" if change is removed else "changed"
-    assert str(caught.value) == f"{file}: {done} {CHANGED}; run again when nobody writes it"
+    assert str(caught.value) == f"{file}: {done} {CHANGED}; run again when nothing writes to it"
 
 
 MESH = DeviceMesh(range(2), (2,))

@@ -219,7 +219,7 @@ def test_a_file_that_is_put_there_meanwhile_is_not_lost(tmp_path, late):
                 put.parent.mkdir(exist_ok=True)
                 put.write_text("mine")
 
-    with pytest.raises(CheckpointError, match=f"out: '{late}' was put there meanwhile"):
+    with pytest.raises(CheckpointError, match=f"out: '{late}' was put there during this run"):
         replace()
     assert (path / "old").read_text() == "of the old checkpoint"
     assert os.path.lexists(path / late)

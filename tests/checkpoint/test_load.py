@@ -238,8 +238,8 @@ def test_loading_into_tensors_that_are_there(tmp_path):
             r"tensor 'a' is \[5, 6\] float32, but the checkpoint has \[5, 7",
         ),
         ({"a": torch.zeros(5, 7).double()}, r"\[5, 7\] float64, but the checkpoint has .* float32"),
-        ({"d": torch.zeros(5)}, "has no tensor 'd'; leave it out"),
-        ({"m": 5}, "has no value 'm'; leave it out"),
+        ({"d": torch.zeros(5)}, "has no tensor 'd'; remove it"),
+        ({"m": 5}, "has no value 'm'; remove it"),
         (
             {"b": DTensor.from_shards({0: whole[0], 1: whole[0]}, pending())},
             r"spec \[R\|P0\] has pending reductions, but a loaded tensor has none",

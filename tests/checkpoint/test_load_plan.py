@@ -95,7 +95,7 @@ def test_what_is_refused(checkpoint, whole):
     with pytest.raises(LayoutError, match=r"reads the checkpoint .* gives no receipt; compare"):
         plan.run({}, receipt=True)
     out = {name: DTensor(torch.zeros(8, 6), THREE, "[S0,R]") for name in whole}
-    with pytest.raises(CheckpointError, match="in the plan as"):
+    with pytest.raises(CheckpointError, match="the plan has"):
         plan.run({}, out)
     with pytest.raises(CheckpointError, match="'v' is missing"):
         plan.run({}, {"q": DTensor(torch.zeros(8, 6), THREE, "[R,R]")})

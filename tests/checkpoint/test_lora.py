@@ -208,8 +208,10 @@ def test_a_trained_copy_of_one_of_two_tied_tensors_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="ensure_weight_tying"):
         merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
     config["ensure_weight_tying"] = True
-    got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, config))
-    assert torch.equal(got[name], tensors[f"base_model.model.{name}"])
+    # Jobs also save the model that they did not train beside its adapter.
+    for more in (config, {"modules_to_save": None}):
+        got = merged(tmp_path / "base.safetensors", write(tmp_path / "adapter", tensors, more))
+        assert torch.equal(got[name], tensors[f"base_model.model.{name}"])
 
 
 def test_a_change_of_an_embedding_is_rounded_before_it_is_added(tmp_path):

@@ -80,7 +80,7 @@ def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):
 def test_what_one_rank_saved_is_not_taken_for_whole_tensors(ckpt):
     shard = min(ckpt.glob("*.safetensors"))
     assert refused(shard) == (
-        f"{shard}: has the tensors of one rank, which may be parts; name its directory, {ckpt}"
+        f"{shard}: has the tensors of one rank, which may be shards; name its directory, {ckpt}"
     )
 
 
@@ -112,7 +112,7 @@ def test_files_that_could_be_meant_are_named(tmp_path):
     )
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
     assert refused(tmp_path) == (
-        f"{tmp_path}: pytorch_model-00002-of-00002.bin is missing, by the numbers of the others; "
+        f"{tmp_path}: pytorch_model-00002-of-00002.bin is missing from the numbered files; "
         "restore it"
     )
 
@@ -132,8 +132,8 @@ def test_files_that_are_none(tmp_path):
     old = tmp_path / "old.pt"
     torch.save({"w": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
     assert refused(old) == (
-        f"{old}: is in the format that torch.save had before torch 1.6, which cannot be read "
-        "in place; load it with torch.load(weights_only=True) and save it again"
+        f"{old}: is in the format of torch.save before torch 1.6, which cannot be read; "
+        "load it with torch.load(weights_only=True) and save it again"
     )
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     assert "is neither a safetensors file nor one of torch.save" in refused(

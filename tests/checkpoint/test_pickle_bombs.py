@@ -89,7 +89,7 @@ def bombs(share):
         "a thousand laughs called": (laughs(200) + b")R", DAMAGED),
         "a thousand laughs referred to": (
             laughs(200) + b"Q",
-            "refers to a tuple, outside of itself",
+            "refers to a tuple, which is not in the file",
         ),
         "a thousand laughs as a name": (laughs(200) + b"h\0\x93", DAMAGED),
         "a thousand laughs with a state": (laughs(200) + b"}b", DAMAGED),

@@ -144,12 +144,12 @@ def test_names_and_calls():
 
 def test_references():
     assert read(raw(b"K\7Q"), persistent=lambda key: ("outside", key)) == ("outside", 7)
-    assert "refers to 7, outside of itself" in refused(raw(b"K\7Q"))
+    assert "refers to 7, which is not in the file" in refused(raw(b"K\7Q"))
 
     def never(_):
         raise ValueError("no such thing")
 
-    assert refused(raw(b"K\7Q"), persistent=never).endswith("outside of itself: no such thing")
+    assert refused(raw(b"K\7Q"), persistent=never).endswith("outside of the file: no such thing")
 
 
 # --- what must never run

@@ -170,7 +170,7 @@ def test_patterns_say_what_is_quantized(tmp_path):
         "model.layers.0.mlp.gate.weight",
     }
     assert "lm_head.weight" not in found
-    with pytest.raises(CheckpointError, match="no tensor is known as the weight of a linear layer"):
+    with pytest.raises(CheckpointError, match=r"linear layer.*quantize_include"):
         merge(source, tmp_path / "x.safetensors", quantize="mxfp8", quantize_include="nothing")
 
 

@@ -136,9 +136,9 @@ def test_neither_codes_nor_scales_are_cast(tmp_path, scheme):
         if any(dtype.startswith(("float", "bfloat")) for dtype, *_ in tensors.values()):
             with pytest.raises(DTypeError, match="is quantized"):
                 merge(source, tmp_path / "out.safetensors", dtype="float64", include=[name])
-    with pytest.raises(DTypeError, match=r"is quantized.*; leave out dtype="):
+    with pytest.raises(DTypeError, match=r"is quantized.*; omit dtype="):
         reshard(source, tmp_path / "out", device_mesh=TWO, dtype="bf16")
-    with pytest.raises(DTypeError, match=r"is quantized.*; leave out dtype="):
+    with pytest.raises(DTypeError, match=r"is quantized.*; omit dtype="):
         plan_reshard(source, (TWO, {}), dtype="bf16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     merge(source, tmp_path / "norm.safetensors", dtype="float64", exclude=list(tensors))
@@ -165,7 +165,7 @@ def test_at_the_command_line_a_cast_is_one_line(tmp_path):
         assert done.stderr == (
             "Error: cannot cast to bfloat16: tensor 'a.weight._data' is quantized "
             "('a.weight._scale' goes with it), and a cast would corrupt codes and scales; "
-            f"leave out --dtype, {remedy}, or dequantize first with the tool that wrote them\n"
+            f"omit --dtype, {remedy}, or dequantize first with the tool that wrote them\n"
         )
 
 
@@ -263,12 +263,12 @@ def every_way(source, mesh, rules, tmp_path):
 def test_all_ways_to_cut_look_at_blocks_and_name_a_spec_that_works(tmp_path):
     source, mesh = fp8_model(tmp_path / "model"), DeviceMesh(range(3), (3,))
     (said,) = every_way(source, mesh, {"a.weight": "[S0,R]"}, tmp_path)
-    assert "'a.weight': spec [S0,R] cuts dim 0 at 0:171, inside a block of 128 elements" in said
+    assert "'a.weight': spec [S0,R] splits dim 0 at 0:171, inside a block of 128 elements" in said
     (said,) = every_way(source, TWO, {"a.weight": "[S0{192,320},R]"}, tmp_path)
-    assert "cuts dim 0 at 0:96, inside a block of 128 elements" in said
+    assert "splits dim 0 at 0:96, inside a block of 128 elements" in said
     source, mesh = fp8_model(tmp_path / "more", rows=1000), DeviceMesh(range(4), (4,))
     (said,) = every_way(source, mesh, {"a.weight": "[S0,R]"}, tmp_path)
-    better = said.rpartition("cut at multiples of 128, as ")[2]
+    better = said.rpartition("split at multiples of 128, as ")[2]
     assert better == "[S0*128,R]"
     assert every_way(source, mesh, {"a.weight": better}, tmp_path) == {""}
 
@@ -279,7 +279,7 @@ def test_parts_that_end_on_blocks_are_cut(tmp_path):
         assert every_way(source, TWO, {"a.weight": spec}, tmp_path) == {""}
     four = DeviceMesh(range(4), (4,))
     (said,) = every_way(source, four, {"a.weight": "[S0{512,256,256},R]"}, tmp_path)
-    assert "cuts dim 0 at 512:576, inside a block of 128 elements that share a scale" in said
+    assert "splits dim 0 at 512:576, inside a block of 128 elements that share a scale" in said
 
 
 def test_scales_that_are_cut_otherwise_than_their_codes_are_refused(tmp_path):
@@ -317,7 +317,7 @@ def test_codes_that_a_map_changes_are_not_cut(tmp_path):
         lambda: plan_reshard(source, (four, {"ab": "[S0,R]"}), names=fused),
         lambda: load_sharded(source, four, {"ab": "[S0,R]"}, names=fused),
     ):
-        with pytest.raises(ShardSpecError, match=r"'ab'.* cuts dim 0 at 0:128.*replicate it"):
+        with pytest.raises(ShardSpecError, match=r"'ab'.* splits dim 0 at 0:128.*replicate it"):
             act()
     renamed = {"a.weight": "c.weight"}
     for names in (renamed, NameMap((((("a.weight",), ("c.weight",))), (("b.weight",), ("b",))))):
@@ -356,7 +356,7 @@ def test_codes_of_other_schemes_are_moved_whole(tmp_path, scheme):
                 lambda rules: reshard(source, tmp_path / "cut", device_mesh=TWO, rules=rules),
             ):
                 if size > 1:
-                    with pytest.raises(ShardSpecError, match=f"{name}.* cuts dim {dim}.*replicate"):
+                    with pytest.raises(ShardSpecError, match=f"{name}.* dim {dim}.*replicate"):
                         act({name: f"[{spec}]"})
     assert not (tmp_path / "cut").exists()
     reshard(source, tmp_path / "whole", device_mesh=TWO, rules={"norm.weight": "[S0]"})

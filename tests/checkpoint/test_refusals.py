@@ -30,7 +30,7 @@ def test_chunks_of_other_dims_are_described(tmp_path, offsets, sizes):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert refused(tmp_path).endswith(
         f"a chunk from {list(offsets)} of sizes {list(sizes)} is not one of a tensor with 2 dims; "
-        "the metadata contradicts itself, save again"
+        "the metadata is inconsistent, save again"
     )
 
 
@@ -66,7 +66,7 @@ def test_a_run_of_deepspeed_without_zero(tmp_path):
     (tmp_path / "latest").write_text(step.name)
     torch.save({"module": STATE, "ds_version": "0.19.8"}, step / "mp_rank_00_model_states.pt")
     message = refused(tmp_path)
-    assert "has no optimizer states of ZeRO (…_optim_states.pt)" in message
+    assert "has no ZeRO optimizer states (…_optim_states.pt)" in message
     named = message.partition("without ZeRO, name ")[2]
     assert named == str(step / "mp_rank_00_model_states.pt")
     assert_same(read_whole(Path(named)), {f"module.{k}": v for k, v in STATE.items()})

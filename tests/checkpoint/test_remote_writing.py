@@ -81,7 +81,7 @@ def test_what_is_of_no_checkpoint_or_of_the_source_is_kept(forms, root):
         store.pipe_file(f"{root}/hub/{stranger}", b"mine")
         before = names(root)
         named = "more/" if "/" in stranger else stranger
-        with pytest.raises(CheckpointError, match=f"holds '{named}', which no checkpoint there"):
+        with pytest.raises(CheckpointError, match=f"contains '{named}', not part of a checkpoint"):
             reshard(forms / "own", f"{root}/hub", device_mesh=MESH, rules=RULES, overwrite=True)
         assert names(root) == before
         store.rm_file(f"{root}/hub/{stranger}")

@@ -98,14 +98,14 @@ def test_a_file_that_no_checkpoint_owns_is_named_and_nothing_is_replaced(ckpt, t
         place = out / stranger
         place.parent.mkdir(exist_ok=True)
         place.write_text(text)
-        refused(ckpt, out, "one", f"holds '{stranger}', which no checkpoint there owns")
+        refused(ckpt, out, "one", f"contains '{stranger}', not part of a checkpoint")
         place.unlink()
     (out / "data").rmdir()
     (out / "more").symlink_to(tmp_path)
-    refused(ckpt, out, "one", "holds 'more', which")
+    refused(ckpt, out, "one", "contains 'more', not")
     (out / "more").unlink()
     (out / "empty").mkdir()
-    refused(ckpt, out, "one", "holds 'empty/', which")
+    refused(ckpt, out, "one", "contains 'empty/', not")
     (out / "empty").rmdir()
     write(ckpt, out, "one", overwrite=True)
     assert_same(read_whole(out), STATE)
@@ -115,14 +115,14 @@ def test_where_there_is_no_checkpoint_only_what_is_written_anew_is_replaced(ckpt
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    refused(ckpt, out, "one", "holds 'config.json', which no checkpoint there owns")
+    refused(ckpt, out, "one", "contains 'config.json', not part of a checkpoint")
     (out / "config.json").rename(out / "model.safetensors")
     write(ckpt, out, "one", overwrite=True)
     assert_same(read_whole(out), STATE)
     # Two together are named, and more than three in part.
     for name in "edcba":
         (out / name).write_text("")
-    refused(ckpt, out, "one", "holds 'a', 'b', 'c' and more, which")
+    refused(ckpt, out, "one", "contains 'a', 'b', 'c' and more, not part")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_left_of_a_damaged_checkpoint_is_replaced(ckpt, tmp_path, names,
     for left in names:
         (out / left).write_bytes(b"{}")
     (out / "notes.md").write_text("mine")
-    refused(ckpt, out, name, "holds 'notes.md', which")
+    refused(ckpt, out, name, "contains 'notes.md', not part")
     (out / "notes.md").unlink()
     write(ckpt, out, name, overwrite=True)
     assert_same(read_whole(out), STATE)
@@ -153,7 +153,7 @@ def test_weights_that_an_index_does_not_list_are_not_lost(ckpt, tmp_path):
     out = tmp_path / "out"
     write(ckpt, out, "hub")
     merge(ckpt, out / "adapter_model.safetensors", include="w")
-    refused(ckpt, out, "cut", "holds 'adapter_model.safetensors', which")
+    refused(ckpt, out, "cut", "contains 'adapter_model.safetensors', not part")
 
 
 def test_a_second_checkpoint_in_the_directory_is_not_lost(ckpt, tmp_path):
@@ -162,7 +162,7 @@ def test_a_second_checkpoint_in_the_directory_is_not_lost(ckpt, tmp_path):
     write(ckpt, tmp_path / "hub", "hub")
     for file in (tmp_path / "hub").iterdir():
         file.rename(out / file.name)
-    refused(ckpt, out, "cut", "holds 'model-00001-of-0000")
+    refused(ckpt, out, "cut", "contains 'model-00001-of-0000")
 
 
 def test_what_a_list_of_files_names_is_not_removed_for_that(ckpt, tmp_path):
@@ -172,13 +172,13 @@ def test_what_a_list_of_files_names_is_not_removed_for_that(ckpt, tmp_path):
     (out / "train.log").write_text("mine")
     index["weight_map"]["z"] = "train.log"
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(ckpt, out, "cut", "holds 'train.log', which")
+    refused(ckpt, out, "cut", "contains 'train.log', not part")
 
 
 def test_a_file_that_appears_while_a_merge_runs_is_not_lost(ckpt, tmp_path):
     out = tmp_path / "out"
     write(ckpt, out, "one")
-    with pytest.raises(CheckpointError, match=r"'late.txt' was put there meanwhile"):
+    with pytest.raises(CheckpointError, match=r"'late.txt' was put there during this run"):
         write(
             ckpt,
             out,
@@ -197,7 +197,7 @@ def test_the_checkpoint_of_a_run_is_replaced_and_the_run_is_not(ckpt, tmp_path):
     (out / "common.pt").write_bytes(b"")
     (out / "metadata.json").write_text("{}")
     (out / "latest_checkpointed_iteration.txt").write_text("5")
-    refused(ckpt, out, "one", "holds 'latest_checkpointed_iteration.txt', which")
+    refused(ckpt, out, "one", "contains 'latest_checkpointed_iteration.txt', not part")
     (out / "latest_checkpointed_iteration.txt").unlink()
     write(ckpt, out, "one", overwrite=True)
     assert os.listdir(out) == ["model.safetensors"]

@@ -83,7 +83,7 @@ def test_patterns_that_match_nothing_are_refused(source):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
-        ({"include": []}, "include is empty; leave it out"),
+        ({"include": []}, "include is empty; omit it"),
         ({"include": ["rope"], "exclude": ["r*"]}, "none of the .* tensors of .* is selected"),
         (
             {"rename": [("(", "")]},
@@ -92,7 +92,7 @@ def test_patterns_that_match_nothing_are_refused(source):
         ({"rename": [("a", r"\9")]}, "cannot rename by .*: invalid group reference 9"),
         ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),
         ({"include": ["rope"], "rename": [(".*", "")]}, "would get an empty name"),
-        ({"threads": 0}, "0 threads write nothing"),
+        ({"threads": 0}, "threads is 0"),
         ({"format": "zip"}, "there is no format 'zip'"),
         ({"include": ["rope"], "rename": [("rope", "r"), ("[", "")]}, "cannot rename by"),
     ]

@@ -105,7 +105,7 @@ def test_nestings_that_contradict_themselves_are_refused_when_loading(tmp_path, 
     save_sharded({"w": torch.ones(2), "v": 3}, tmp_path)
     path = tmp_path / "sharding_info.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "paths": paths}))
-    with pytest.raises(CheckpointError, match=r"of another value too|do not form a list"):
+    with pytest.raises(CheckpointError, match=r"has the same keys|do not form a list"):
         load_sharded(tmp_path)
     # The names are good.
     assert verify_checkpoint(tmp_path).flaws == ()

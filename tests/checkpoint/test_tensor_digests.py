@@ -233,7 +233,7 @@ def test_what_has_no_digest_is_refused(tmp_path):
     (tmp_path / "d.json").write_text("{}")
     for output, problem in (
         ("d.json", "exists"),
-        ("out/d.json", "would lie in the output"),
+        ("out/d.json", "would be inside the output"),
         ("no/d.json", "does not exist"),
     ):
         kind = OutputExistsError if output == "d.json" else CheckpointError

@@ -121,17 +121,17 @@ def test_every_addend_has_to_be_there():
         stored(((0, 4),), rank, addend) for rank, addend in enumerate(product(range(2), range(3)))
     ]
     assert check_tiling(tensor((4,), boxes, pending)) == ()
-    with pytest.raises(CheckpointError, match=r"no file holds its part \[0:4\] of addend \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"no file contains box \[0:4\] of addend \[1, 2\]"):
         check_tiling(tensor((4,), boxes[:-1], pending))
 
 
 @pytest.mark.parametrize(
     ("boxes", "problem"),
     [
-        ([stored(((0, 3),))], r"tensor 'w' of shape \[4\]: no file holds its part \[3:4\]"),
+        ([stored(((0, 3),))], r"tensor 'w' of shape \[4\]: no file contains box \[3:4\]"),
         (
             [stored(((0, 3),), 5), stored(((2, 4),), 7)],
-            r"rank 5's box \[0:3\] in rank5 and rank 7's box \[2:4\] in rank7 overlap in part",
+            r"rank 5's box \[0:3\] in rank5 and rank 7's box \[2:4\] in rank7 partially overlap",
         ),
         ([stored(((0, 5),))], r"rank 0's box \[0:5\] in rank0 is empty or lies outside"),
         ([stored(((2, 2),))], "is empty or lies outside the tensor"),

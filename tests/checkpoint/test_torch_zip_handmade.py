@@ -95,8 +95,8 @@ def test_a_pickle_that_is_not_as_saved(path):
     data = handmade([(b"x/data.pkl", PICKLE)])
     at = data.index(PICKLE)
     assert refused(path, data[: at + 2] + b"]" + data[at + 3 :]) == (
-        "the bytes of record b'x/data.pkl' are not as saved (CRC-32); restore the file or save "
-        "again"
+        "the bytes of record b'x/data.pkl' have changed since the save (CRC-32); restore the file "
+        "or save again"
     )
 
 

@@ -51,7 +51,7 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
     for args in (["inspect", ckpt], ["verify", ckpt], ["merge", ckpt, "-o", tmp_path / "out"]):
         result = run(*args)
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
-        assert "a spec of 5005 characters, at most 64 and 4096" in result.stderr
+        assert "a spec of 5005 characters, more than the limits 64 and 4096" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_pairs_from_standard_input():
         ),
         (
             "[R,R] [R,R|P0]",
-            "line 1: cannot convert [R,R] to [R,R|P0]: the target wants a pending sum that the "
+            "line 1: cannot convert [R,R] to [R,R|P0]: the target has a pending sum that the "
             "source lacks; a conversion only finishes reductions, it never starts one",
         ),
     ],

@@ -74,8 +74,8 @@ def test_who_holds_a_row(ckpt):
     for bad, code, problem in [
         (("--index", "5"), 2, "name them with --tensor"),
         (("--picture",), 2, "name them with --tensor"),
-        (("--tensor", "w", "--index", "8"), 3, "index [8] does not lie in the shape [8, 7]"),
-        (("--tensor", "b", "--index", "0,0"), 3, "index [0, 0] does not lie in the shape [7]"),
+        (("--tensor", "w", "--index", "8"), 3, "index [8] is outside shape [8, 7]"),
+        (("--tensor", "b", "--index", "0,0"), 3, "index [0, 0] is outside shape [7]"),
         (("--tensor", "b", "--index", "-1"), 2, "'-1' is not a whole number"),
     ]:
         result = run(ckpt, *bad)

@@ -175,7 +175,7 @@ def test_options_are_grouped_under_headings(words):
 def test_what_has_gone_is_answered_by_its_remedy(args, remedy):
     result = run(*args)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert " has gone; " in result.stderr
+    assert " was removed; " in result.stderr
     assert remedy in result.stderr
 
 
@@ -496,3 +496,24 @@ def test_an_error_on_a_terminal_has_three_lines_wrapped_at_words(args, columns):
     assert lines[0].startswith("Error:")
     assert sum(-(-cell_len(line) // columns) for line in lines) <= 3
     assert all(" " not in line or cell_len(line) <= columns for line in lines)
+
+
+LOGGED = """
+import logging, sys
+from shardspec.cli import main
+from shardspec.errors import CheckpointError
+
+def refuse(**_):
+    logging.getLogger("gcsfs").error("retrying\\nagain")
+    raise CheckpointError("gs://a: cannot be read")
+
+main.cli.invoke = lambda _: refuse()
+sys.argv = ["shardspec", "inspect", "gs://a"]
+main.main()
+"""
+
+
+def test_what_libraries_log_does_not_stand_above_an_error():
+    done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "Error: gs://a: cannot be read\n"

@@ -94,7 +94,7 @@ def test_says_what_a_cast_did_not_keep_and_refuses_it_if_asked(tmp_path):
     before = out.read_bytes()
     result = run(ckpt, "-o", out, "--dtype", "fp16", "--strict-cast", "--overwrite")
     assert result.exit_code == 3
-    assert "tensor 'v': the cast would not keep its numbers: 3200 too large; " in result.stderr
+    assert "tensor 'v': the cast would change values: 3200 too large; " in result.stderr
     assert result.stderr.count("\n") == 1
     assert out.read_bytes() == before
     result = run(ckpt, "-o", out, "--dtype", "bf16", "--strict-cast", "--overwrite", "--json")
@@ -152,7 +152,7 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
         refused = run(ckpt, "-o", tmp_path / name, "--max-shard-size", "1KB")
         assert refused.exit_code == 3
         assert (
-            f"{name}: a limit of 1000 bytes a file (--max-shard-size) is not for" in refused.stderr
+            f"{name}: files of at most 1000 bytes (--max-shard-size): the format" in refused.stderr
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
     options = ("--to", "huggingface", "--max-shard-size", "1KB")
@@ -163,7 +163,7 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-shard-size", "0"], ["'--max-shard-size'", "files of no bytes hold nothing"]),
+        (["--max-shard-size", "0"], ["'--max-shard-size'", "the limit is 0 bytes"]),
         (["--rename", "(", "x"], ["'--rename'", "'(' is not a regular expression"]),
     ],
 )

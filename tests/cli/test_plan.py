@@ -349,7 +349,7 @@ def test_no_sizes(text):
         ),
         (
             "[R] [R|P0] --mesh 2 --shape 4",
-            "cannot convert [R] to [R|P0]: the target wants a pending sum that the source lacks; "
+            "cannot convert [R] to [R|P0]: the target has a pending sum that the source lacks; "
             "a conversion only finishes reductions, it never starts one",
         ),
         (
@@ -395,7 +395,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit --memory preset",
-            "no memory rate is known of unit, so local copies have no price; known of: "
+            "no memory rate is known for unit, so local copies have no price; known for: "
             "a100-nvswitch, b200-nvswitch, gb200-nvl72, h100-nvswitch, h200-nvswitch",
         ),
         (

@@ -367,7 +367,7 @@ REFUSALS = [
     "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules",
     "LayoutError: rule '*.out' matches no module",
     "LayoutError: rule '*.o_proj' has no effect, since later rules win and '*o_proj' matches every",
-    "MeshError: mesh 4 has the ids (3, 2, 1, 0) along an axis, but torch numbers",
+    "MeshError: mesh 4 has the ids (3, 2, 1, 0) along an axis, but torch sorts",
     "CommunicatorError: device 4 of mesh 5 is not a rank of this job, which has 4 ranks",
 ]
 

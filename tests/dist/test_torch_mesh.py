@@ -176,15 +176,15 @@ REFUSALS = [
     "AxisError: mesh[0]: slice a mesh by axis names, as in mesh['tp']",
     "AxisError: axes (1, 1) name one axis twice; name each once",
     "AxisError: mesh dp=2,tp=2 has no axis named 'pp'; its names: dp, tp",
-    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers ranks upwards and "
-    "mixes up such shards; redistribute(spec, device_mesh=) to a mesh of ascending ids",
+    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch sorts ranks and "
+    "would mix up such shards; redistribute(spec, device_mesh=) to a mesh of ascending ids",
     "CommunicatorError: device 7 of mesh 2 is not a rank of this job, which has 4 ranks numbered "
     "from 0",
     "MeshError: torch mesh 6 has device 5, but this job has 4 ranks numbered from 0; make the "
     "mesh in this job",
     "MeshError: torch mesh 4 has no group of the ranks [0, 1, 2, 3] in this job; make the mesh "
     "in this job, with groups",
-    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers ranks upwards",
+    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch sorts ranks",
     "CommunicatorError: device 4 of mesh 2x4 is not a rank of this job, which has 4 ranks numbered "
     "from 0",
     "MeshError: init_device_mesh('cpux', (2, 2)): give a device type and whole numbers, as in "

@@ -92,9 +92,9 @@ def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
         ),
         ({"vocab_size": 101}, "megatron:tp=2", "padded_vocab"),
         ({}, "vllm:tp=2,ep=2,dp=3", "all 6 ranks"),
-        ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts do not divide by ep=2"),
-        ({"num_experts": 7}, "megatron:ep=2", "7 experts do not divide by ep=2"),
-        ({"moe_intermediate_size": 13}, "megatron:tp=2", "do not divide by"),
+        ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts are not divisible by ep=2"),
+        ({"num_experts": 7}, "megatron:ep=2", "7 experts are not divisible by ep=2"),
+        ({"moe_intermediate_size": 13}, "megatron:tp=2", "are not divisible by"),
         ({"num_hidden_layers": 4}, "megatron:pp=3", "4 layers do not fill pp=3 stages"),
     ],
 )

@@ -205,7 +205,7 @@ def test_each_rank_of_transformers_holds_what_its_plan_says(name):
 
 def test_plans_that_transformers_could_load_but_not_run_are_refused():
     plan = TensorPlan({"model.layers.*.self_attn.k_proj": "colwise", "x": "brain"}, 4, 16)
-    with pytest.raises(LayoutError, match="2 heads do not divide by 4 ranks"):
+    with pytest.raises(LayoutError, match="2 heads are not divisible by 4 ranks"):
         plan.spec("model.layers.0.self_attn.k_proj.weight", 2, (32, 8))
     with pytest.raises(LayoutError, match="the style 'brain' of transformers is not known"):
         plan.spec("x.weight", 2, (32, 8))
@@ -221,13 +221,13 @@ def test_plans_that_transformers_could_load_but_not_run_are_refused():
         pytest.param(
             "megatron:layers=" + "9" * 5000, "is not a number from 1 on", id="long layers"
         ),
-        ("megatron:tp=3", "do not divide by tp=3"),
+        ("megatron:tp=3", "are not divisible by tp=3"),
         ("megatron:pp=2", "3 layers do not fill pp=2 stages"),
         ("megatron:pp=2,layers=2+2", "3 layers do not fill pp=2 stages of 2, 2"),
-        ("megatron:ep=3", "8 experts do not divide by ep=3"),
+        ("megatron:ep=3", "8 experts are not divisible by ep=3"),
         ("megatron:tp=2,ep=2,dp=1,etp=2", "does not divide tp=2 × dp=1"),
         ("vllm:tp=4,ep=2", "all 4 ranks"),
-        ("vllm:tp=8", "4 heads do not divide by tp=8"),
+        ("vllm:tp=8", "4 heads are not divisible by tp=8"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(layout, says):

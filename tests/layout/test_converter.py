@@ -209,7 +209,7 @@ def test_targets_that_do_not_fit_are_refused_in_one_line(target, error, words):
 
 def test_a_pending_mean_is_not_a_sum():
     source = Layout(MESH, "[R,R|P0]", (6, 6), "f32")
-    with pytest.raises(LayoutError, match="wants a pending avg that the source lacks"):
+    with pytest.raises(LayoutError, match="has a pending avg that the source lacks"):
         LayoutConverter().plan(source, "[R,R|Pavg0]")
 
 

@@ -203,7 +203,7 @@ def test_what_is_packed_and_unpacked(source, target, copied):
 
 def test_rates_that_are_none():
     mesh = DeviceMesh(range(8), (8,))
-    with pytest.raises(MeshError, match="no memory rate is known of unit, so local copies have no"):
+    with pytest.raises(MeshError, match="no memory rate is known for unit, so local copies have"):
         CostModel.from_presets(mesh, ["unit"], copies=True)
     with pytest.raises(MeshError, match="copy_s is nan s a byte; give a finite number from 0 on"):
         CostModel((8,), (FAST,), copy_s=float("nan"))

@@ -196,7 +196,7 @@ def test_parts_that_cannot_be_read_are_refused(text, says):
 
 def test_what_is_refused_by_name():
     mesh = DeviceMesh(range(4), (2, 2))
-    with pytest.raises(LayoutError, match="come to 6, but the dim is 7 long"):
+    with pytest.raises(LayoutError, match="add up to 6, not to its size 7"):
         Layout(mesh, "[S0{4,2}]", (7,), "f32")
     with pytest.raises(LayoutError, match="give a divisor"):
         Layout(mesh, "[S0{4,2/3}]", (6,), "f32")

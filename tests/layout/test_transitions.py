@@ -72,7 +72,7 @@ def test_an_edge_is_the_cheapest_single_step_with_its_price_and_bytes():
 
 def test_what_has_no_graph():
     wide = Layout(DeviceMesh(range(32), (2,) * 5), "[R,R,R,R]", (64,) * 4, "f32")
-    with pytest.raises(LayoutError, match=r"has 12,341 specs; graphs of up to 1,500 are laid out"):
+    with pytest.raises(LayoutError, match=r"has 12,341 specs, more than 1,500"):
         LayoutConverter().graph(wide)
     with pytest.raises(LayoutError, match=r"on the 4096 devices .* would take .*single costs"):
         LayoutConverter().graph(Layout(DeviceMesh(range(4096), (4096,)), "[R]", (7,), "f32"))

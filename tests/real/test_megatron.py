@@ -221,5 +221,5 @@ def test_the_checkpoint_of_a_run_that_counts_is_read_and_named(real, tmp_path):
     quiet = CliRunner().invoke(cli, ["merge", str(run), "-o", f"{tmp_path}/o.pt", "--quiet"])
     assert (quiet.exit_code, quiet.output) == (0, "")
     shutil.rmtree(run / "iter_0000030")
-    with pytest.raises(CheckpointError, match="says '30', but no such checkpoint is beside it"):
+    with pytest.raises(CheckpointError, match="names '30', but no such checkpoint is beside"):
         open_checkpoint(run)

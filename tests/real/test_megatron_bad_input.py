@@ -113,7 +113,7 @@ def megatron(monkeypatch):
         ({"other": (4, 16)}, "fully_reshardable"),
         ({ORIGINAL: (4, 16), 1: 2}, "fully_reshardable"),
         (7, "fully_reshardable"),
-        ({}, "and nothing says how it was made flat"),
+        ({}, "does not record how it was flattened"),
     ],
 )
 def test_flat_shapes_that_do_not_add_up(real, tmp_path, spoil, problem):

@@ -281,7 +281,7 @@ def _all(rank: int, place: Path, every: int):
     changed = _changed(rank, range(0, 60, every)), _tied(rank), _equal_values(rank)
     filled, refused = _plain_tensors(rank)
     assert filled == ([[0.0, 1.0, 2.0], 7, [0.0, 1.0]] if rank in (4, 5) else [])
-    assert "'norm' is a Tensor, which says no mesh; give a Layout" in refused
+    assert "'norm' is a Tensor, which has no mesh; give a Layout" in refused
     assert rank == 0 or refused.startswith("rank 0 has failed")
     values, said = _values(rank)
     assert values[:2] == [7, [0.5, ("adam", None)]]
@@ -302,7 +302,7 @@ def _all(rank: int, place: Path, every: int):
     assert travelled[8].startswith(
         "'layers.0.up' is [S0,R] of [4, 3] float32 on tp=2 on rank 0 and"
     )
-    assert "'w' is a Tensor, which says no mesh; give a Layout, or a DTensor" in travelled[9]
+    assert "'w' is a Tensor, which has no mesh; give a Layout, or a DTensor" in travelled[9]
     assert rank == 2 or travelled[9].startswith("rank 2 ")
     return *found, changed
 
@@ -329,10 +329,10 @@ def test_in_a_job(tmp_path, every):
     for found, said in values:
         assert found == [["decay", "decay"], ["decay", "x"], 0.5]
         assert said == [
-            "LayoutError: 'values' is True on rank 0 and 1 on rank 1; make them equal, or leave it "
-            "out",
-            "LayoutError: 'values' is -0.0 on rank 0 and 0.0 on rank 1; make them equal, or leave "
-            "it out",
+            "LayoutError: 'values' is True on rank 0 and 1 on rank 1; make them equal, or "
+            "remove it",
+            "LayoutError: 'values' is -0.0 on rank 0 and 0.0 on rank 1; make them equal, or "
+            "remove it",
             "LayoutError: rank 1: 'values' is a Tensor, but was a plain value when the plan was "
             "made; make the plan with it",
         ]

@@ -159,7 +159,7 @@ def test_wherever_a_map_is_taken_what_it_has_no_use_for_is_refused_or_dropped(fo
         call(drop="*.q_norm.*")
     assert Q_NORM not in load_file(out)
     assert len(load_file(out)) == len(SHAPES) - 2 * 3
-    with pytest.raises((LayoutError, CheckpointError), match="cannot be dropped without a map"):
+    with pytest.raises((LayoutError, CheckpointError), match="can only be dropped with a map"):
         merge(folder, tmp_path / "other", drop="*.q_norm.*")
 
 
@@ -263,8 +263,8 @@ def test_sizes_in_the_words_of_a_config():
         assert (known["g"], known["q"], known["d"]) == (4, 1, 2)
     with pytest.raises(LayoutError) as error:
         target_shapes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}), SHAPES)
-    assert "the factors num_key_value_heads head_dim come to" in str(error.value)
-    with pytest.raises(LayoutError, match="num_key_value_heads is 0, by which nothing is divided"):
+    assert "the factors num_key_value_heads head_dim give" in str(error.value)
+    with pytest.raises(LayoutError, match="divides by num_key_value_heads, which is 0"):
         known_sizes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).sizes)
 
 

@@ -297,7 +297,7 @@ def test_a_tensor_without_elements_is_written():
         (["(n b)"], ["c"], ((4,), (4,)), "multiple of 3"),
         (["a"], ["c d"], ((4,), (4, 2)), "that the source lacks"),
         (["a"], ["c"], ((4,), (5,)), "4 long in the source"),
-        (["a", "a[:9]"], ["c"], ((4,), (4,)), "is not within"),
+        (["a", "a[:9]"], ["c"], ((4,), (4,)), "is outside"),
         (["a", "x[:1]"], ["c"], ((4,), (4,)), "no factor 'x'"),
         (["a", "nonsense"], ["c"], ((4,), (4,)), "a slice like"),
         (["a", "a[z]"], ["c"], ((4,), (4,)), "'z' is not known"),
@@ -342,7 +342,7 @@ def test_maps_in_turn_give_what_each_gives_after_the_other():
         '[[map]]\nsource = ["qkv", "(b r) c", "b[{k}]"]\ntarget = ["x.{k}", "r c"]\n'
         '[[map]]\nsource = "norm"\ntarget = "norm"\n[sizes]\nb = 2'
     )
-    with pytest.raises(LayoutError, match="one map at a time"):
+    with pytest.raises(LayoutError, match="one plan for each map"):
         plan_reshard(state, (other, {}), names=[*maps[:2], apart])
     for wrong in ("text", [], [1]):
         with pytest.raises(LayoutError, match="names= is a"):

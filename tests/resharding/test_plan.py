@@ -149,7 +149,7 @@ def test_layouts_that_give_each_device_the_same_are_the_same():
     plan = plan_reshard({"w": Layout(flat, "[S0]", (8,), "float32")}, (DeviceMesh([9]), {}))
     got = plan.run({"w": DTensor(whole, grid, "[S(a,b)]")})
     assert torch.equal(got["w"].to_global(), whole)
-    with pytest.raises(LayoutError, match=r"'w' is laid out as \[S10\].*in the plan as \[S0\]"):
+    with pytest.raises(LayoutError, match=r"'w' has layout \[S10\].*but the plan has \[S0\]"):
         plan.run({"w": DTensor(whole, grid, "[S(b,a)]")})
 
 
@@ -189,7 +189,7 @@ def bad_calls():
     yield "which the source lacks", {"w": w}, {"w": w}, {"names": {"x": "y"}}
     yield "names= is a", {"w": w}, {"w": w}, {"names": "llama-hf-to-fused"}
     yield "names= is a", {"w": w}, {"w": w}, {"names": []}
-    yield "each its own name", {"a": w, "b": w}, {"a": w}, {"names": {"b": "a"}}
+    yield "give them different names", {"a": w, "b": w}, {"a": w}, {"names": {"b": "a"}}
     yield "give at least 128", {"w": w}, (one, {}), {"max_bytes": 5}
 
 
@@ -237,7 +237,7 @@ def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
         assert says in str(error.value)
     for given, says in (
         ({}, "'w' is missing from out"),
-        ({"w": good}, r"out['w'] is laid out as [S0,S1]"),
+        ({"w": good}, r"out['w'] has layout [S0,S1]"),
         ({**out, "x": good}, "out has 'x', which the plan lacks"),
         ({"w": _each(out["w"], lambda _: torch.zeros(6).expand(4, 6))}, "share memory, as those"),
         ({"w": _each(out["w"], _of_inference)}, "was made in inference mode"),

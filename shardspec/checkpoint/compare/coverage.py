@@ -52,7 +52,7 @@ def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Check the part of the tensor in `prefix`, which all boxes of `met` cover."""
+        """Check one slice: the first dims are in `prefix`, and all boxes of `met` cover these."""
         dim = len(prefix)
         if not met or dim == len(shape):
             rest = ((0, size) for size in shape[dim:])
@@ -81,13 +81,13 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
 
     >>> check_tiling(Outline("w", (4,), "int8", None, (), ()))
     Traceback (most recent call last):
-    shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file holds its part [0:4]; \
+    shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file contains box [0:4]; \
 restore the missing file or save again
     """
     same: dict[ReplicaKey, list[AnyBox]] = {}
     for stored in tensor.boxes:
         same.setdefault((stored.box, stored.addend), []).append(stored)
-    whole = whole_box(tensor.shape)
+    full = whole_box(tensor.shape)
     addends = [pending.addends for pending in tensor.pending]
     by_addend: dict[tuple[int, ...], list[AnyBox]] = {
         addend: [] for addend in product(*map(range, addends))
@@ -98,7 +98,7 @@ restore the missing file or save again
 
     for (box, addend), (first, *_) in same.items():
         problem = ""
-        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
+        if len(box) != len(full) or not contains(full, box) or any(lo >= hi for lo, hi in box):
             problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
         elif addend not in by_addend:
             problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
@@ -113,13 +113,13 @@ restore the missing file or save again
         if not places:
             of = f" of addend {list(addend)}" if addend else ""
             raise CheckpointError(
-                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                f"part {box_text(part)}{of}; restore the missing file or save again"
+                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file contains box "
+                f"{box_text(part)}{of}; restore the missing file or save again"
             )
         one_box, other_box = (text(group[place]) for place in places[:2])
         raise CheckpointError(
-            f"tensor {tensor.name!r}: {one_box} and {other_box} overlap in part, which no layout "
-            "gives; the checkpoint contradicts itself"
+            f"tensor {tensor.name!r}: {one_box} and {other_box} partially overlap; the checkpoint "
+            "is inconsistent, save it again"
         )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
@@ -127,7 +127,7 @@ restore the missing file or save again
 def memoize_by_boxes(
     find: Callable[[AnyOutline], _Result],
 ) -> Callable[[AnyOutline], _Result]:
-    """Return a function that computes one result for all outlines with the same tuple of boxes."""
+    """Return a cached `find`: an `Outline` with the same tuple of boxes has the same result."""
     # Keys contain ids of tuples, which the outlines keep alive.
     results: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
 
@@ -215,11 +215,11 @@ def check_replicas(
 
 
 def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return True if both have equal digests of exactly their bytes, in the same order."""
+    """Return True if both boxes have equal digests of exactly `num_bytes` row-major bytes."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
-    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
-    return whole and a.digest.crc32 == b.digest.crc32
+    covers_all = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return covers_all and a.digest.crc32 == b.digest.crc32
 
 
 # --- all tensors of an output
@@ -244,7 +244,7 @@ def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counte
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
     made: dict[int, Mapping[StoragePath, int]] = {}
-    """Reads by id: codes and scales are computed from the same bytes, which count once."""
+    """Reads by id. Codes and scales that are computed from the same bytes share one entry."""
     for key, elements in counts.items():
         for (path, computed), size in elements.items():
             if computed is None:

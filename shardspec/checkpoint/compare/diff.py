@@ -58,7 +58,7 @@ class Difference:
     """Ranks whose boxes contain that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
     one_side: bool = False
-    """True if only one of the checkpoints has it."""
+    """True if only one of the checkpoints has this tensor or value."""
     extent: "DiffExtent | None" = None
     """Size of the difference; None if shapes, dtypes or names differ."""
 
@@ -97,7 +97,7 @@ def amount_text(extent: DiffExtent) -> str:
 
 
 def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
-    """Return the extent of several tensors together.
+    """Return the `DiffExtent` of several tensors together.
 
     >>> total_extent([DiffExtent(6, 1, 0.25, 0.01, (0, 0)), DiffExtent(4, 2, 3.0, 0.5, (1, 0))])
     DiffExtent(elements=10, differing=3, max_abs=3.0, max_rel=0.5, nans=(1, 0))
@@ -114,7 +114,7 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
     """Return the tensors to compare: new name to name in the first, and names in the second."""
-    chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
+    chosen = {tensor.name: tensor.source for tensor in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
 
 
@@ -129,7 +129,7 @@ def diff_checkpoints(
     rtol: float = 0.0,
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
-    """Yield every tensor that differs, by name; the first checkpoint is selected as by `merge`.
+    """Yield every tensor that differs, by name; options as in `merge` select tensors of `a`.
 
     Then yield the plain values and pickled objects that differ, if both formats store such
     entries. Pickled objects are compared without running them.
@@ -185,7 +185,7 @@ def values_to_compare(
     a: Catalog, b: Catalog, choice: Choice
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the entries of both to compare that are not tensors, by names in the second."""
-    if "tensors" in _kept(a, b):
+    if "tensors" in _keeps_of(a, b):
         return {}, {}
     names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
     first = {new: a.extras[name] for name, new in names.items()}
@@ -193,14 +193,14 @@ def values_to_compare(
     return _entries(first), _entries(second)
 
 
-def _kept(*sources: Catalog) -> set[str]:
-    """Return the `Format.keeps` of checkpoints."""
+def _keeps_of(*sources: Catalog) -> set[str]:
+    """Return `Format.keeps` of the format of each checkpoint."""
     formats = (format_called(source.format) for source in sources)
     return {"values" if format is None else format.keeps for format in formats}
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries by dotted name, as nesting depends on the format; skip other files."""
+    """Return entries by dotted name, as nesting depends on the format; skip files outside."""
     return {
         dotted_name(path): leaf
         for name, value in values.items()
@@ -213,7 +213,7 @@ def _different_values(
     a: Catalog, b: Catalog, choice: Choice, atol: float, rtol: float
 ) -> Iterator[Difference]:
     first, second = values_to_compare(a, b, choice)
-    objects = "notes" not in _kept(a, b)
+    objects = "notes" not in _keeps_of(a, b)
     for name in sorted(first.keys() | second.keys()):
         problem = ""
         one_side = name not in first or name not in second
@@ -221,7 +221,7 @@ def _different_values(
             if not (objects or is_plain_entry(first.get(name, second.get(name)))):
                 continue
             problem = f"is only in {(a if name in first else b).directory}"
-        elif not _alike(first[name], second[name], atol, rtol):
+        elif not _are_equal(first[name], second[name], atol, rtol):
             texts = [other_text(of[name], _MOST_TEXT) for of in (first, second)]
             problem = f"is {texts[0]} in the first, {texts[1]} in the second"
             parts = (*opaque_parts(first[name]), *opaque_parts(second[name]))
@@ -233,7 +233,7 @@ def _different_values(
             yield Difference(name, problem, kind="value", one_side=one_side)
 
 
-def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
+def _are_equal(x: object, y: object, atol: float, rtol: float) -> bool:
     """Return True if two values are equal within tolerances; without tolerances, bit by bit."""
     if (atol or rtol) and _is_number(x) and _is_number(y):
         with suppress(OverflowError):  # an integer may be too large for a float
@@ -247,10 +247,10 @@ def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
         case float(), float():
             return repr(x) == repr(y)
         case dict(), dict():
-            return x.keys() == y.keys() and all(_alike(x[k], y[k], atol, rtol) for k in x)
+            return x.keys() == y.keys() and all(_are_equal(x[k], y[k], atol, rtol) for k in x)
         case list() | tuple(), list() | tuple():
             pairs = zip(x, y, strict=False)
-            return len(x) == len(y) and all(_alike(a, b, atol, rtol) for a, b in pairs)
+            return len(x) == len(y) and all(_are_equal(a, b, atol, rtol) for a, b in pairs)
     return x == y
 
 
@@ -323,18 +323,18 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
 def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
-    """Return the extent of the difference of elements; `a` and `b` are their bytes."""
+    """Return the extent of the difference of elements, whose bytes are `a` and `b`."""
     first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
-    apart, sizes = _distances(first, second)
+    distances, sizes = _distances(first, second)
     nans = first != first, second != second
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        relative = np.where(apart == 0, 0.0, apart / sizes)
+        relative = np.where(distances == 0, 0.0, distances / sizes)
     numeric = ~(nans[0] | nans[1])
     relative = np.where(np.isnan(relative), np.inf, relative)  # between infinities
     return DiffExtent(
         len(a),
         len(a),
-        float(apart[numeric].max(initial=0.0)),
+        float(distances[numeric].max(initial=0.0)),
         float(relative[numeric].max(initial=0.0)),
         (int(nans[0].sum()), int(nans[1].sum())),
     )
@@ -345,7 +345,7 @@ def _is_real(dtype: str) -> bool:
 
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose boxes contain an element."""
+    """Return the ranks whose boxes contain the element at an index."""
     ranks = {
         stored.rank
         for stored in tensor.boxes
@@ -355,15 +355,15 @@ def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
 
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
-    apart, sizes = _distances(x, y)
+    distances, sizes = _distances(x, y)
     with np.errstate(invalid="ignore", over="ignore"):
-        within: NDArray[np.bool_] = np.isfinite(sizes) & (apart <= atol + rtol * sizes)
+        within: NDArray[np.bool_] = np.isfinite(sizes) & (distances <= atol + rtol * sizes)
         same: NDArray[np.bool_] = (x == y) | ((x != x) & (y != y))
     return within | same
 
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the distances |x - y|, and |y|."""
+    """Return |x - y| and |y| of each pair of elements, in float64."""
     if x.dtype.kind in "iu":
         # float64 cannot tell 2**53 from 2**53 + 1. Unsigned, a difference is right modulo 2**64.
         a, b = x.astype(np.uint64), y.astype(np.uint64)

@@ -111,16 +111,18 @@ def digest(
     True
     """
     if type(seed) is not int or not 0 <= seed < 2**64:
-        raise LayoutError(f"seed={seed!r} is not a whole number from 0 to 2^64 - 1; leave it out")
+        raise LayoutError(f"seed={seed!r} is not a whole number from 0 to 2^64 - 1; omit it")
     choice = Choice(**selection)
     if isinstance(source, Mapping):
         if progress is not None or not replace(choice, drop=()).is_all:
-            raise LayoutError("include, exclude, rename and progress are for checkpoints")
+            raise LayoutError(
+                "include, exclude, rename and progress are for checkpoints; omit them"
+            )
         chosen = communicator or rank_state.communicator_of_state(source)
         if part:
-            what = rank_state.describe(source, chosen)
-            require_no_sums(what.layouts)
-            own = named_state(catalog_of(what, chosen), names, choice.drop)
+            described = rank_state.describe(source, chosen)
+            require_no_sums(described.layouts)
+            own = named_state(catalog_of(described, chosen), names, choice.drop)
             return Digests(_of_boxes(own, chosen, seed), seed)
         with chosen.telling():
             return _of_state(source, names, choice.drop, seed, chosen)
@@ -173,8 +175,8 @@ def _of_state(
     if not chosen.addressable:
         mesh = chosen.mesh
         raise LayoutError(
-            f"this rank is not in mesh {mesh} of ids {mesh.ids}, which holds the state dict; call "
-            "this on its ranks alone"
+            f"this rank is not in mesh {mesh} of ids {mesh.ids}, which has the state dict; call "
+            "digest on ranks of that mesh only"
         )
 
     def described() -> tuple[rank_state.Described, Catalog]:
@@ -190,7 +192,7 @@ def _of_state(
 
 
 def _of_boxes(source: Catalog, chosen: Communicator, seed: int) -> dict[str, TensorDigest]:
-    """Return the digests of the boxes of this process."""
+    """Return the digests, by tensor name, of the boxes of this process."""
     digests = {}
     for name in source.names:
         tensor = source.tensor(name)
@@ -213,8 +215,8 @@ def named_state(source: Catalog, names: Names | None, drop: Patterns = ()) -> Ca
     shapes = {name: source.outline(name).shape for name in source.names}
     dropped = dropped_by(drop, shapes)
     if isinstance(names, Naming):
-        kept = {name: shape for name, shape in shapes.items() if name not in dropped}
-        maps = names.maps(kept, behind=dropped)
+        remaining = {name: shape for name, shape in shapes.items() if name not in dropped}
+        maps = names.maps(remaining, behind=dropped)
         return through(source, maps, dropped, {})
     if isinstance(names, NameMap):
         return MappedCatalog(source, names, dropped, {})
@@ -258,8 +260,8 @@ def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwri
     """Check that a file of digests can be written, before any other output."""
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
-            f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
-            "put them beside it, with ",
+            f"{path}: this file would be inside the output {output}, which is replaced; choose "
+            "another path with ",
             Argument("digests"),
         )
     check_new_file(path, overwrite=overwrite)

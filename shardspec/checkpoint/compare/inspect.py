@@ -24,7 +24,7 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """Boxes and the ranks that have them: by the layout if it is known, else the stored ones."""
+    """The ranks of each box: by the tensor's layout, or if that is unknown, as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every nonempty box, and its ranks."""
@@ -86,7 +86,7 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
-        """Return sums over the groups of tensors that `groups_of` makes of their names."""
+        """Return the sums over each group of tensors; see `groups_of`."""
         groups = {}
         for group, names in groups_of(self.names).items():
             tensors = list(map(self.source.outline, names))
@@ -129,13 +129,13 @@ class CheckpointSummary:
     def rank_files(self) -> list[tuple[int, int, str | None]]:
         """(device, bytes, file) for each device of the mesh, or each one that stored a box."""
         # Many tensors share one tuple of boxes.
-        alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
+        widths: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
-            _, width = alike.get(id(tensor.boxes), ((), 0))
-            alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
+            _, width = widths.get(id(tensor.boxes), ((), 0))
+            widths[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
         mesh, directory = self.source.mesh, self.source.directory
         stored: dict[int, dict[StoragePath, int]] = {n: {} for n in (mesh.ids if mesh else ())}
-        for boxes, width in alike.values():
+        for boxes, width in widths.values():
             for box in boxes:
                 files = stored.setdefault(box.rank, {})
                 files[box.path] = files.get(box.path, 0) + width * box_size(box.box)
@@ -216,7 +216,7 @@ def other_text(value: object, most: int = 200) -> str:
 
 
 def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
-    """Return a summary of a checkpoint; its metadata is checked, its data is not read.
+    """Return a summary of a checkpoint; reads and checks the metadata, but reads no data.
 
     >>> import tempfile, torch
     >>> from shardspec import save_sharded
@@ -262,12 +262,12 @@ class Repeated(NamedTuple):
     """Tensors with equal properties whose names differ only in numbers."""
 
     title: str
-    """Pattern of their names: ``layers.{0..31}.up.weight``."""
+    """Pattern of the tensors' names: ``layers.{0..31}.up.weight``."""
     names: Sequence[str]
 
 
-def repeated_layers(alike: Mapping[str, Hashable]) -> list[Repeated]:
-    """Group the names that differ only in numbers and have equal values in `alike`.
+def repeated_layers(properties: Mapping[str, Hashable]) -> list[Repeated]:
+    """Group the names that differ only in numbers and have equal `properties`.
 
     The title of a group expands to exactly the names in it. Groups are in the natural order of
     their first names.
@@ -278,7 +278,7 @@ def repeated_layers(alike: Mapping[str, Hashable]) -> list[Repeated]:
     [('head', 1), ('layers.{0..11}.up', 12), ('layers.12.up', 1)]
     """
     groups: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = defaultdict(dict)
-    for name, value in alike.items():
+    for name, value in properties.items():
         parts = _NUMBER.split(name)
         groups[tuple(parts[::2]), value][tuple(map(int, parts[1::2]))] = name
     first: dict[str, Repeated] = {}
@@ -299,10 +299,10 @@ def _blocks(numbers: Sequence[_Numbers]) -> Iterator[list[_Numbers]]:
     rests: dict[int, list[_Numbers]] = defaultdict(list)
     for first, *rest in numbers:
         rests[first].append(tuple(rest))
-    alike: dict[tuple[_Numbers, ...], list[int]] = defaultdict(list)  # layers with the same experts
+    same: dict[tuple[_Numbers, ...], list[int]] = defaultdict(list)  # layers with equal experts
     for first, rest_of in rests.items():
-        alike[tuple(rest_of)].append(first)
-    for inner, firsts in alike.items():
+        same[tuple(rest_of)].append(first)
+    for inner, firsts in same.items():
         for block in _blocks(inner):
             yield [tuple(firsts), *block]
 
@@ -366,11 +366,11 @@ def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str,
     # Every suffix that starts at a component, and a name with it.
     ending: dict[str, str] = {}
     for other in others:
-        for end in _ends(other):
+        for end in _suffixes(other):
             ending.setdefault(end, other)
     every_other = set(others)
     for name in natural_order(names)[:_TRIED_NAMES]:
-        shared = next((end for end in _ends(name) if end in ending), None)
+        shared = next((end for end in _suffixes(name) if end in ending), None)
         if shared is None:
             continue
         old, new = name.removesuffix(shared), ending[shared].removesuffix(shared)
@@ -380,7 +380,7 @@ def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str,
     return None
 
 
-def _ends(name: str) -> Iterator[str]:
+def _suffixes(name: str) -> Iterator[str]:
     """Yield the suffixes of a name by words: ``a.b.c``, ``b.c``, ``c``."""
     while name:
         yield name

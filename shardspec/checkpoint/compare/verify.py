@@ -113,8 +113,8 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield one box of each range of a file that has a digest or a box, and the range."""
-    seen = set()
+    """Yield (box, range) for each range of a file with a tensor's box, or with its digest."""
+    yielded = set()
     for stored in tensor.boxes:
         digest = stored.digest
         if digest is not None:
@@ -124,6 +124,6 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
             steps = zip(shape, stored.strides or row_major_strides(shape, width), strict=True)
             num_bytes = width + sum((size - 1) * step for size, step in steps)
             stretch = FileStretch(stored.path, stored.offset, num_bytes)
-        if (stretch, digest) not in seen:
-            seen.add((stretch, digest))
+        if (stretch, digest) not in yielded:
+            yielded.add((stretch, digest))
             yield stored, stretch

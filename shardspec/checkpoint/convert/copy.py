@@ -1,12 +1,11 @@
 """Copies boxes: reads stored boxes, checks and casts them, and writes them to files.
 
-Data passes through a buffer that fits the CPU's cache. For files in memory this is faster than
-copy_file_range, and the bytes are checked on the way. Memory does not grow with the size of a
-tensor.
+Data passes through a buffer that fits the CPU's cache, so memory does not grow with the size of a
+tensor, and bytes are checked on the way. For cached files this is faster than copy_file_range.
 
-On a disk, a task is all extents of a tensor, so each stored box is read and checked once. In an
-object store, a task is one file, written from start to end. The file appears when it is complete,
-and the one that it replaces stays until then.
+Threads share the work. On a disk, a thread writes a whole tensor, perhaps into several files, so
+each stored box is read and checked once. In an object store, a thread writes one file from start to
+end. The file appears when it is complete, and the one that it replaces stays until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -79,7 +78,7 @@ _Spans: TypeAlias = dict[int, tuple[int, int]]
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
-    """Yield bytes of a file piece by piece, with positions; each is valid until the next."""
+    """Yield (position, bytes) of pieces of a file; bytes are valid until the next piece."""
     room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
     end = stretch.start + stretch.num_bytes
     for at in range(stretch.start, end, BLOCK_BYTES):
@@ -110,7 +109,7 @@ class Checks:
         return (stored.path, stored.digest) in self._open
 
     def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
-        """Add bytes at a position in the file of a box; return their CRC-32.
+        """Take bytes that were read at a position in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest differs.
         """
@@ -169,12 +168,12 @@ class BlockPart(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes from the first to the last one in the file."""
+        """Bytes from the first to the last byte of the part in the file."""
         return 1 + sum((count - 1) * step for count, step, _ in self.steps)
 
     @property
     def contiguous(self) -> bool:
-        """True if it is one contiguous range of its file."""
+        """True if the part is one contiguous range of the file."""
         return self.span == prod(count for count, _, _ in self.steps)
 
     def rows(self, lo: int, hi: int) -> "BlockPart":
@@ -251,7 +250,7 @@ def read_box(
     checks: Checks | None = None,
     out: memoryview | None = None,
 ) -> Iterator[tuple[memoryview, int | None]]:
-    """Read one box of a tensor in order; yield blocks, and their CRC-32 if it was computed.
+    """Read one box of a tensor in order; yield (block, CRC-32 of the block or None).
 
     The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
     valid until the next one is read, or a part of `out`, which is flat and as long as the box.
@@ -266,9 +265,9 @@ def read_box(
             if stored.computed is not None:
                 stored.computed.fill(part.start, part.steps, room, part.at)
                 return None
-            seen = None if checks is None or stored not in checks else partial(checks.add, stored)
+            hook = None if checks is None or stored not in checks else partial(checks.add, stored)
             read_into = _zeros if stored.path == ZEROS else files.file(stored.path).read_into
-            return _read(read_into, part, room, buffers.scratch, seen)
+            return _read(read_into, part, room, buffers.scratch, hook)
 
         crc = None
         if tensor.pending:
@@ -307,7 +306,7 @@ def _reduce(
     room: memoryview,
     read: Callable[[BlockPart], object],
 ) -> None:
-    """Combine all addends of a block of a pending tensor."""
+    """Read all addends of one block of a tensor, and reduce them into `room`."""
     import numpy as np
 
     from shardspec.checkpoint.convert.numeric import reduce
@@ -333,32 +332,32 @@ def _read(
     part: BlockPart,
     room: memoryview,
     scratch: memoryview,
-    seen: _Seen | None,
+    hook: _Seen | None,
 ) -> int | None:
-    """Read a part into its block; return the CRC-32 if it is a single row and checked."""
+    """Read a part into its block; return the CRC-32 if the part is a single, checked row."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
         read_into(data, part.start)
-        return None if seen is None else seen(part.start, data)
+        return None if hook is None else hook(part.start, data)
     span, gap = 1, 0
     for length, by, _ in reversed(part.steps):
         gap = max(gap, by - span)
         span += (length - 1) * by
     if span <= len(scratch) and gap < _PAGE:
         read_into(scratch[:span], part.start)
-        if seen is not None:
-            seen(part.start, scratch[:span])
+        if hook is not None:
+            hook(part.start, scratch[:span])
         _spread(part, scratch, room)
         return None
     rows = max(1, min(len(scratch) // step, count - 1)) if gap < _PAGE else 1
     for lo in range(0, count, rows):
-        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
+        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, hook)
     return None
 
 
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
-    """Copy file bytes, starting with the first of a part, to their places in its block."""
+    """Copy the bytes of a part, read from a file, to their places in the block."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows do not need it.
     if len(outer) == 1 and width >= _LONG_ROW:
@@ -379,7 +378,7 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
 
 
 class Destination(NamedTuple):
-    """Place of an output."""
+    """The path to write to, and the state of the output that is replaced."""
 
     path: StoragePath
     overwrite: bool = False
@@ -403,7 +402,7 @@ Extents: TypeAlias = list[tuple[int, int]]
 
 
 def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
-    """Yield tasks: all extents of a few tensors, or of one file."""
+    """Yield tasks for threads: all extents of a few tensors, or of one file."""
     # Extents as single numbers: there may be ten million.
     groups: dict[object, array[int]] = {}
     for number, file in enumerate(target.files):
@@ -472,8 +471,8 @@ class Output:
                 self._total += extent.num_bytes
             if self.whole_files:
                 self._total += target.files[task[0][0]].other_bytes
-        whole = (file for file in target.files if not (self.whole_files and file.extents))
-        self._total += sum(file.other_bytes for file in whole)
+        others = (file for file in target.files if not (self.whole_files and file.extents))
+        self._total += sum(file.other_bytes for file in others)
         self._threads = max(1, min(threads, tasks))
         self._failed, self._lock = Event(), Lock()
 
@@ -499,7 +498,7 @@ class Output:
             return self._finish()
 
     def _finish(self) -> Written:
-        """Complete all files, the listing last, and return them."""
+        """Complete all files, the index last; return their names, sizes and CRC-32."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -512,20 +511,20 @@ class Output:
         return written
 
     def _run(self) -> None:
-        """Run all tasks in threads; the first that fails stops the others."""
+        """Copy all extents in threads; the first error stops all threads."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
         def work(task: Extents) -> None:
             buffers = spare.pop()
-            wanted = (
+            upcoming = (
                 stretch
                 for extent in map(self._extent, task)
                 for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
             )
             try:
                 with OpenFiles() as files:
-                    files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
+                    files.will_read(self.source.directory, upcoming, AHEAD_BYTES // threads)
                     self._copy(task, files, buffers)
             except _Cancelled:
                 pass
@@ -545,10 +544,10 @@ class Output:
                 raise
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Run one task."""
+        """Copy the extents of one task into their files."""
         if self.whole_files:
-            ((whole, _), *_) = task
-            self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
+            ((file_number, _), *_) = task
+            self._complete(file_number, lambda n: self._blocks(file_number, n, files, buffers))
             return
         with ExitStack() as stack:
             writers: dict[int, WriteAt] = {}
@@ -563,7 +562,7 @@ class Output:
                     writers[file](offset, data)
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield the (position, bytes) pairs of an extent; record its CRC-32 if requested.
+        """Yield the (position, bytes) pairs of an extent; record the extent's CRC-32 if requested.
 
         A pair counts as written when the caller asks for the next one.
         """
@@ -573,8 +572,8 @@ class Output:
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        wanted = self.digests or tensor.source in self.source.wants_digests
-        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
+        needs_digest = self.digests or tensor.source in self.source.wants_digests
+        digested = TensorDigest(tensor.dtype, tensor.shape) if needs_digest else None
         crc = done = 0
         for block, stored_crc in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
@@ -605,14 +604,14 @@ class Output:
         self.tensor_digests[name] = digested if before is None else before + digested
 
     def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
-        """Cast a block; count what it lost, or raise if that is not allowed."""
+        """Cast a block; count numbers that the cast lost, or raise CheckpointError if strict."""
         from shardspec.checkpoint.convert.numeric import cast
 
         data, losses = cast(block, dtype, new)
         if self.strict_cast and losses:
             raise CheckpointError(
-                f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
-                "dtype, or leave out ",
+                f"tensor {name!r}: the cast would change values: {losses}; choose another dtype, "
+                "or omit ",
                 Argument("strict_cast", value=True),
             )
         with self._lock:
@@ -620,7 +619,7 @@ class Output:
         return data
 
     def _advance(self, num_bytes: int) -> None:
-        """Count bytes as written; stop if another thread has failed."""
+        """Report written bytes as progress; raise an exception if another thread has failed."""
         if self._failed.is_set():
             raise _Cancelled
         with self._lock:

@@ -19,26 +19,26 @@ ON_ONE_DEVICE: Final = DeviceMesh((0,), (1,))
 def layouts_by_rules(
     mesh: DeviceMesh,
     rules: Mapping[str, SpecLike],
-    wanted: Sequence[OutputTensor],
+    tensors: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return the layout of each tensor: by its rule, else by `otherwise`, else replicated.
+    """Return each tensor's layout: by the rule that matches, else by `otherwise`, else replicated.
 
     >>> tensor = OutputTensor("w", "w", (4, 3), "int8")
     >>> layouts_by_rules(DeviceMesh(range(2), (2,)), {"w": "[S0,R]"}, [tensor])["w"].spec
     ShardingSpec.parse('[S0,R]')
     """
-    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in wanted}, mesh)
+    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in tensors}, mesh)
     layouts = {}
     layout = lru_cache(None)(partial(Layout, mesh))
-    for tensor in wanted:
+    for tensor in tensors:
         spec = specs.get(tensor.name)
         if spec is None:
             spec = ShardingSpec(len(tensor.shape)) if otherwise is None else otherwise(tensor)
         if spec.partials:
             raise LayoutError(
                 f"tensor {tensor.name!r}: spec {spec} has pending reductions, but written and "
-                "loaded tensors have none; leave them out"
+                "loaded tensors have none; remove them from the spec"
             )
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
@@ -51,9 +51,9 @@ _MESH_AND_RULES: Final = (Argument("device_mesh"), " and ", Argument("rules"))
 
 
 def layouts_like(
-    other: Catalog, wanted: Sequence[OutputTensor]
+    other: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of another checkpoint, and its layout of each tensor for these shapes."""
+    """Return the mesh of another checkpoint, and layouts of tensors by its specs."""
     if other.mesh is None:
         raise CheckpointError(
             f"{other.directory}: a checkpoint in the format of {other.format} does not record its "
@@ -65,8 +65,8 @@ def layouts_like(
     def spec_of(tensor: OutputTensor) -> ShardingSpec:
         if tensor.name not in names:
             raise CheckpointError(
-                f"{other.directory}: has no tensor {tensor.name!r} to shard like; rename it, "
-                "exclude it, or give ",
+                f"{other.directory}: has no tensor {tensor.name!r} with a spec to use; rename the "
+                "tensor, exclude it, or give ",
                 *_MESH_AND_RULES,
             )
         spec = other.outline(tensor.name).spec
@@ -79,16 +79,16 @@ def layouts_like(
             )
         return spec.without_partial()
 
-    return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
+    return other.mesh, layouts_by_rules(other.mesh, {}, tensors, spec_of)
 
 
 def layouts_given(
-    given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
+    explicit: Mapping[str, Layout], tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of explicit layouts, and those of the tensors without pending reductions."""
+    """Return the common mesh of explicit layouts, and the layouts without pending reductions."""
     layouts = {}
-    for tensor in wanted:
-        layout = given.get(tensor.name)
+    for tensor in tensors:
+        layout = explicit.get(tensor.name)
         if layout is None or layout.global_shape != tensor.shape:
             problem = (
                 "no layout is" if layout is None else f"the layout of {layout.global_shape} is"

@@ -1,7 +1,7 @@
 """Merges an adapter of PEFT into its base: LoRA, rank-stabilized LoRA and DoRA.
 
-A merged weight is computed while it is read: base + scale * B @ A, in float32. It is rounded where
-PEFT rounds it: once, and for embeddings and parameters also before the sum.
+A merged weight, base + scale * B @ A, is computed in float32 while it is read, and rounded once at
+the end. As in PEFT, scale * B @ A is also rounded for embeddings and adapted bare parameters.
 """
 
 import re
@@ -44,7 +44,7 @@ _SAVED: Final = re.compile(
 )
 """Words that PEFT adds to the names of trained copies of tensors."""
 _CHANGES_BASE: Final = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*")
-"""Ways to start an adapter that change the base's weights, which the adapter does not contain."""
+"""Initializations of adapters that change weights of the base; adapter files lack that change."""
 _REFUSED: Final = (
     "layer_replication",
     "trainable_token_indices",
@@ -103,7 +103,7 @@ def adapted_source(
 ) -> tuple[Catalog, Choice]:
     """Return a base with an adapter merged, mapped as requested, and the options left to apply.
 
-    The adapter's names are those of the model in memory; files of a known family get these first.
+    An adapter has the names of the model in memory; tensors of the base are renamed to these.
 
     Raises CheckpointError if a tensor of the adapter has no place, or its method is unknown.
     """
@@ -151,7 +151,8 @@ def _merged(
     new: dict[str, str] = {}
     for name, own in saved.items():
         place, shape = places.get(name), adapter.outline(own).shape
-        tied = place is not None and places.is_tied(place) and ".base_layer." not in own
+        replaces = ".base_layer." not in own and name.rpartition(".")[0].endswith(trained)
+        tied = replaces and place is not None and places.is_tied(place)
         if tied and not config.get("ensure_weight_tying"):
             raise CheckpointError(
                 f"{adapter.directory}: {shown(own)} replaces one of two tied tensors, which unties "
@@ -249,7 +250,7 @@ class _Places:
         self._ends = [name for name in base.names if _TIED.fullmatch(name)]
 
     def get(self, name: str) -> str | None:
-        """Return the name of a tensor in the base; a head that it lacks is its embedding."""
+        """Return the name of a tensor in the base; for a missing head, that of the embedding."""
         if name in self._names:
             return name
         lacks = not any(map(_HEAD.fullmatch, self._ends))
@@ -262,7 +263,7 @@ class _Places:
         return len(self.tied(name)) > 1 or not any(map(_HEAD.fullmatch, self._ends))
 
     def tied(self, name: str) -> Collection[str]:
-        """Return the names of the tensors that share the memory of one."""
+        """Return the names of the tensors that share memory with one."""
         if name not in self._ends:
             return (name,)
         says = self.model.get("tie_word_embeddings") is True
@@ -367,7 +368,7 @@ def _delta(
 
 
 def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> float:
-    """Return the rank or the alpha of a module by an adapter's config."""
+    """Return the rank or alpha of a module: that of a matching pattern, or the default."""
     value = config.get(key)
     for expression, of_pattern in (config.get(f"{pattern}_pattern") or {}).items():
         try:

@@ -1,4 +1,4 @@
-"""Renames the tensors of a checkpoint to those of another tool, by the model's config."""
+"""Renames and reshapes the tensors of a model for another tool, by the model's config."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -59,7 +59,7 @@ class ModelNames(CatalogNaming):
     """True if rows beyond the vocabulary are dropped, whatever they contain."""
 
     def with_dtype(self, dtype: object) -> "ModelNames":
-        """Return the same for output in a dtype, where quantized tensors are dequantized."""
+        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
         if self.fill_from is None:
             return self
         from shardspec.checkpoint.quantization.dequantize import dequantized
@@ -87,27 +87,27 @@ class ModelNames(CatalogNaming):
         where: object = "the state dict",
         behind: Collection[str] = (),
     ) -> tuple[NameMap, ...]:
-        """Return the maps from the tensors of a source to these names."""
+        """Return the maps from the tensors of a source to the names that this object describes."""
         if self.fill_from is not None:
             raise LayoutError(
-                "only checkpoints in files can be filled in from another; leave out ",
+                "a state dict in memory cannot be filled in from a checkpoint; omit ",
                 Argument("fill_from"),
             )
         with _about_input():
             way = self._way(source, where, behind)
-            stated = self.config.get("padded_vocab")
+            padded_vocab = self.config.get("padded_vocab")
             for name, rows in self._lost_rows(source, way).items():
-                if rows.stop != stated:
+                if rows.stop != padded_vocab:
                     raise LayoutError(
                         f"{where}: {shown(name)} has {rows.stop} rows, and the config says "
-                        f'vocab_size={rows.start}; state "padded_vocab": {rows.stop} in it'
+                        f'vocab_size={rows.start}; add "padded_vocab": {rows.stop} to it'
                     )
         return way.maps if way.renamed is None else (way.renamed, *way.maps)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint under these names; `choice` may exclude tensors."""
+        """Return a checkpoint renamed to the model's names; `choice` may exclude tensors."""
         with _about_input():
             return self._applied(source, choice, dropped)
 
@@ -115,15 +115,15 @@ class ModelNames(CatalogNaming):
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
         weights = without_optimizer(source.names)
-        wanted = {*weights} - {*dropped}
+        selected = {*weights} - {*dropped}
         extras = source.extras
         if choice is not None:
-            wanted &= {*wanted_names(source, choice)}
+            selected &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
-        _refuse_quantized(source, wanted)
-        gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
-        shapes = {name: source.outline(name).shape for name in wanted}
-        way = self._way(shapes, source.directory, behind={*weights} - wanted)
+        _refuse_quantized(source, selected)
+        gone = {name: source.outline(name).shape for name in source.names if name not in selected}
+        shapes = {name: source.outline(name).shape for name in selected}
+        way = self._way(shapes, source.directory, behind={*weights} - selected)
         model = way.model
         if way.renamed is not None:
             source = through(source, [way.renamed], gone, extras)
@@ -146,7 +146,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return the maps from tensors to these names; with `fill_from`, to those of files."""
+        """Return the maps from a source to the model's names; with `fill_from`, to ``hf`` names."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)
@@ -183,10 +183,10 @@ class ModelNames(CatalogNaming):
         return _Way(model, found, renamed, maps)
 
     def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
-        """Return the range of padding rows that the target lacks, by plain names."""
+        """Return the rows of vocabulary padding that the target lacks, by tensor name."""
         vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
-        kept = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
-        if self.drop_rows or kept or self.names == way.format or not isinstance(vocab, int):
+        padded = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
+        if self.drop_rows or padded or self.names == way.format or not isinstance(vocab, int):
             return {}
         sizes = {new: shapes[old][0] for old, new in way.recognized.known.items() if shapes[old]}
         sides = (
@@ -206,17 +206,17 @@ class ModelNames(CatalogNaming):
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
-        """Return part of a model, plus missing and unknown tensors from the original."""
+        """Return `part`, plus tensors of `origin` that it lacks or that the family omits."""
         weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
-        gone = {
+        dropped_shapes = {
             name: origin.outline(name).shape for name in origin.names if name not in found.known
         }
         rules = tuple(((old,), (new,)) for old, new in found.known.items())
         own = _without(model, found)
         chain = chain_of(own, found.format, "hf", found.known.values())
-        files = through(origin, (NameMap(rules), *chain), gone, {})
+        files = through(origin, (NameMap(rules), *chain), dropped_shapes, {})
         lacking = {*files.names} - {*part.names} - {*part.facts.dropped}
         tensors = {name: (part, name) for name in part.names}
         tensors |= {name: (files, name) for name in lacking}
@@ -327,8 +327,8 @@ class Assembled(catalog.DerivedCatalog):
         parts: Mapping[str, tuple[catalog.Catalog, str]],
         others: Iterable[catalog.Catalog] = (),
     ) -> None:
-        kept = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
-        facts = replace(source.facts, keeps_dtype=frozenset(kept))
+        uncast = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
+        facts = replace(source.facts, keeps_dtype=frozenset(uncast))
         super().__init__(source, parts.keys(), source.extras, facts=facts)
         self._parts = parts
         owners = (*others, *(owner for owner, _ in parts.values()))
@@ -370,7 +370,7 @@ def _without(model: Model, found: Recognized) -> Model:
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the maps from names in files to those of a spelling; none if they are equal."""
+    """Return the maps from names in files to names with other prefixes; none if equal."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
@@ -384,8 +384,8 @@ def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
     why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
-            f"{source.directory}: {shown(name)} is quantized ({why[name]}), and the names of a "
-            "model are for its 16- or 32-bit weights; dequantize them on the way with ",
+            f"{source.directory}: {shown(name)} is quantized ({why[name]}), but only 16- and "
+            "32-bit weights can be mapped to other names; dequantize in the same run with ",
             Argument("dtype", value="bf16"),
         )
 
@@ -443,5 +443,5 @@ def load_map(
     if former is None or Path(path).exists():
         return NameMap.load(path).with_sizes(config or {})
     if config is None:
-        raise LayoutError(f"the map {path} has gone; give model_names(config, {former[1]!r})")
+        raise LayoutError(f"the map {path} was removed; give model_names(config, {former[1]!r})")
     return model_names(config, "fused" if former[1] == "fused" else "megatron")

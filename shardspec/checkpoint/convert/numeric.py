@@ -36,7 +36,7 @@ _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 _AT_ONCE: Final = 1 << 16
 """Numbers per table lookup, so that the indices stay in the cache."""
 _SUMMED_BYTES: Final = 1 << 17
-"""The same for sums, in bytes of addends."""
+"""Bytes of addends summed per step, so that they stay in the cache."""
 FOUR_BITS: Final = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
 )

@@ -151,7 +151,7 @@ class WriteReport:
     path: PurePath
     """The output, as the user named it."""
     format: str
-    """Its format, as `merge` and `reshard` name it."""
+    """The format of the output, as `merge` and `reshard` name it."""
     read: str
     """Title of the source's format."""
     reads: Mapping[str, int]
@@ -408,7 +408,7 @@ def reshard(
 def _converted(
     checkpoint: Checkpoints, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
-    """Plan an output, check that it may be written, and write it unless it is a dry run."""
+    """Plan an output, check source and destination, and write the output unless in a dry run."""
     started = time.monotonic()
     output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
@@ -483,7 +483,7 @@ def prepared_output(
 ) -> Prepared:
     """Return an output that is planned and checked; `save` is the random id of this save."""
     if options.threads < 1:
-        raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
+        raise CheckpointError(f"threads is {options.threads}; give at least 1")
     format = _format(output, options)
     source, target = _laid_out(checkpoint, output, options, format, save)
     destination = check_destination(output, source, target, options.overwrite)
@@ -512,7 +512,7 @@ def prepared_output(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of the entries that the output lacks."""
+    """Return the names of entries of the source, not tensors, that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
     metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
@@ -524,7 +524,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output; it supports the requested sharding."""
+    """Return the format of an output; raises CheckpointError if the format does not fit."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
@@ -543,7 +543,7 @@ def _opened(
         raise CheckpointError("there is no checkpoint to write; name one, or several to sum")
     if options.lora is not None and (len(sources) > 1 or options.weights is not None):
         raise CheckpointError(
-            "an adapter is merged into one checkpoint; sum first, then merge with ",
+            "an adapter can only be merged into one checkpoint; sum first, then merge with ",
             Argument("lora"),
         )
     sums = len(sources) > 1 or options.weights is not None or bool(options.take_first)
@@ -627,16 +627,16 @@ def _laid_out(
         target = target._replace(sharding=chosen)
     if options.quantize is not None and not (target.directory and options.sidecars):
         raise CheckpointError(
-            f"{output}: without a config.json nothing records the blocks of {options.quantize}; "
-            "name a directory, such as model/, and copy the files beside the weights"
+            f"{output}: {options.quantize} needs a config.json to record its block size; name a "
+            "directory, such as model/, and copy the non-weight files"
         )
     if options.sidecars:
         dtype = None if choice.dtype is None else dtype_name(choice.dtype)
         target = add_sidecars(source, target, format.sidecars, dtype)
     if not output.nests and any("/" in file.name for file in target.files):
         raise CheckpointError(
-            f"{output}: the format {format.name!r} has files in directories, which are not written "
-            "into a store; write to a directory here, and copy that"
+            f"{output}: the format {format.name!r} has subdirectories, which cannot be written to "
+            "an object store; write to a local directory, and copy it"
         )
     return source, target
 
@@ -660,13 +660,13 @@ def check_destination(
     with output.errors("written"):
         entry = path.look()
     kind = None if entry is None else _KINDS[entry.kind]
-    wanted = "a directory" if directory else "a file"
+    required = "a directory" if directory else "a file"
     parts = (_part_of_source(path, entry, each, directory) for each in source.sources)
     problem = next(filter(None, parts), "")
     if problem:
         pass
-    elif kind not in (None, wanted):
-        problem = f"is {kind}; name {wanted} to write"
+    elif kind not in (None, required):
+        problem = f"is {kind}; name {required} to write"
     elif not overwrite and path.taken():
         raise output_exists(output)
     else:
@@ -686,7 +686,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return the reason why writing an output would change its source; empty if it would not."""
+    """Return the reason why an output would overwrite its own source; empty if there is none."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()
@@ -720,8 +720,8 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
             some = ", ".join(shown(name) for name in strangers[:_SHOWN])
             more = " and more" if len(strangers) > _SHOWN else ""
             raise CheckpointError(
-                f"{path}: holds {some}{more}, which no checkpoint there owns; move that, or choose "
-                "another directory"
+                f"{path}: contains {some}{more}, not part of a checkpoint; move that away, or "
+                "choose another directory"
             )
         return frozenset(path.names_below())
 
@@ -780,7 +780,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return layouts, by those of the codes, for scales without a rule of their own."""
+    """Return layouts for scales that no rule matches: each is sharded like its codes."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}

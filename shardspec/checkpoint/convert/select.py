@@ -1,8 +1,8 @@
 """Selects tensors and other entries of a checkpoint, and gives them other names and shapes.
 
-Nothing is copied. An equation between views maps elements of a source tensor to a target tensor. A
-stored box of the source becomes a few boxes of the target, each with its own strides in the same
-file.
+No data is copied: a stored box of a source tensor becomes a few boxes of a target tensor, each with
+its own strides in the same file. `shardspec.resharding.views` explains the equations that say which
+element of the source is which element of the target.
 """
 
 import re
@@ -97,7 +97,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     Raises CheckpointError if a pattern matches nothing, or no tensor is selected.
     """
     if choice.include is not None and not choice.include:
-        raise CheckpointError("include is empty; leave it out to include everything")
+        raise CheckpointError("include is empty; omit it to include everything")
     everything = (*source.names, *source.extras)
     patterns = (choice.include or (), choice.exclude, choice.drop)
     for pattern in chain.from_iterable(map(_patterns, patterns)):
@@ -119,9 +119,9 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if tensors are dropped without a map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} cannot be dropped without a map (",
+            f"{shown(choice.drop)} can only be dropped with a map of names (",
             Argument("drop"),
-            "); exclude it",
+            "); exclude it instead",
         )
 
 
@@ -152,14 +152,14 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
                 f"the expression {pattern!r} matches no name selected in {source.directory}; "
                 f"the names start with {first_names(names)}"
             )
-    wanted = []
+    selected = []
     for name in names:
         tensor = source.outline(name)
         stays = keeps_dtype(name) or name in source.facts.keeps_dtype
         casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
-        wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
-    return sorted(wanted, key=lambda tensor: tensor.name)
+        selected.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
+    return sorted(selected, key=lambda tensor: tensor.name)
 
 
 def _float_dtype(dtype: str) -> str:
@@ -200,17 +200,18 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
     for name, new in renamed.items():
         if old.setdefault(new, name) != name:
             raise CheckpointError(
-                f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
+                f"tensors {old[new]!r} and {name!r} would both be named {new!r}; give them "
+                "different names"
             )
         if name and not new:
-            raise CheckpointError(f"tensor {name!r} would get an empty name; rename it otherwise")
+            raise CheckpointError(f"tensor {name!r} would get an empty name; choose another name")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
 
 
 def carried_values(
-    source: Catalog, choice: Choice, wanted: Sequence[OutputTensor], *, objects: bool
+    source: Catalog, choice: Choice, tensors: Sequence[OutputTensor], *, objects: bool
 ) -> Carried:
-    """Return the entries to copy besides the `wanted` tensors.
+    """Return the entries to copy besides `tensors`.
 
     With `objects`, entries that only torch could unpickle are copied unread. Raises
     CheckpointError if two entries would get the same name.
@@ -227,12 +228,12 @@ def carried_values(
                     f"{tensor.name!r} in its pickle is not cast; exclude the entry, or choose "
                     "another format"
                 )
-    old = {tensor.name: tensor.source for tensor in wanted}
+    old = {tensor.name: tensor.source for tensor in tensors}
     for name, new in names.items():
         if new in old:
             raise CheckpointError(
-                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename them "
-                "apart"
+                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; give them "
+                "different names"
             )
     old |= {new: name for name, new in names.items()}
     unchanged = {name for name, source_name in old.items() if name == source_name}
@@ -243,9 +244,9 @@ def carried_values(
 def check_dropped(
     source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
 ) -> None:
-    """Raise CheckpointError if selected entries would be lost: no tensors, and not `carried`.
+    """Raise CheckpointError if a selected entry that is not a tensor is not in `carried`.
 
-    With `drop` they may be lost. With None, only entries without tensors may be lost.
+    With `drop` such entries may be lost. With None, only those without tensors may be lost.
     """
     lost = {
         name: parts
@@ -262,15 +263,15 @@ def check_dropped(
     more = f" (and {rest})" if len(lost) > 1 else ""
     if drop is None:
         raise CheckpointError(
-            f"{source.directory}: {name!r}{more} may be, or have in it, tensors that cannot be "
-            f"written: {_text_of(lost[name])}; leave it out with ",
+            f"{source.directory}: {name!r}{more} may contain tensors that cannot be written: "
+            f"{_text_of(lost[name])}; omit it with ",
             Argument("exclude"),
         )
     raise CheckpointError(
-        f"{source.directory}: {name!r}{more} would be lost, since the output has no place for it: "
-        f"{_text_of(lost[name])}; leave out what is lost with ",
+        f"{source.directory}: {name!r}{more} would be lost, since the output format cannot store "
+        f"it: {_text_of(lost[name])}; drop all such values with ",
         Argument("drop_values", value=True),
-        ", or name it in ",
+        ", or this one with ",
         Argument("exclude"),
     )
 
@@ -280,15 +281,15 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 
 def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return name to new name of the selected plain values: numbers, text, lists of these.
+    """Return name to new name of the selected plain values, such as numbers and text.
 
     >>> plain_names({"step": 7, "rng": OpaqueValue("a generator")}, Choice(rename={"^": "x."}))
     {'step': 'x.step'}
     """
-    wanted = [
+    selected = [
         name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
     ]
-    return renamed_names(wanted, choice.rename)[0]
+    return renamed_names(selected, choice.rename)[0]
 
 
 # --- names and shapes of a map
@@ -303,7 +304,7 @@ class CatalogNaming(Naming):
 
     @abstractmethod
     def with_dtype(self, dtype: object) -> "CatalogNaming":
-        """Return the same for output in a dtype, where quantized tensors are dequantized."""
+        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
 
     @abstractmethod
     def applied(self, source: Catalog, choice: Choice | None, dropped: Collection[str]) -> Catalog:
@@ -320,8 +321,8 @@ def mapped(
     """Return a checkpoint with a map applied, or unchanged without a map.
 
     The map need not use tensors that `choice` excludes or that are `dropped`. Raises LayoutError
-    if it lacks a source, does not use a tensor, is for another model type, or mixes dtypes, or if
-    a tensor has a pending reduction.
+    if the map names or skips a tensor wrongly, is for another model type, or mixes dtypes, or if a
+    tensor has a pending reduction.
     """
     if names is None:
         return source
@@ -387,7 +388,7 @@ def config_beside(source: Catalog) -> dict[str, object] | None:
 
 
 def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
-    """Return the config of a model: that of its names, else the one beside the checkpoint."""
+    """Return the config of a model: `names.config`, else the config.json beside the checkpoint."""
     return names.config if isinstance(names, CatalogNaming) else config_beside(source)
 
 
@@ -426,8 +427,8 @@ class MappedCatalog(DerivedCatalog):
             dtype = self._dtypes.setdefault(equation.target, outline.dtype)
             if dtype != outline.dtype:
                 raise LayoutError(
-                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, that of "
-                    f"{equation.source!r}; cast one of them first"
+                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, which "
+                    f"is {equation.source!r}; cast one of them first"
                 )
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)
@@ -438,10 +439,10 @@ class MappedCatalog(DerivedCatalog):
             self._padding.setdefault(target, []).append(side)
         self._shapes = targets
         facts = source.facts
-        kept = (e.target for e in report.equations if e.source in facts.keeps_dtype)
+        uncast = (e.target for e in report.equations if e.source in facts.keeps_dtype)
         facts = replace(
             facts,
-            keeps_dtype=frozenset(kept),
+            keeps_dtype=frozenset(uncast),
             dropped=behind,
             paths=fitting_paths(facts.paths, extras, self._equations),
             objects={name: facts.objects[name] for name in facts.objects if name in extras},
@@ -465,8 +466,8 @@ class MappedCatalog(DerivedCatalog):
         bounded(len(boxes))
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
-            whole = tuple((0, factor.length) for factor in factors)
-            parts = parts_of_view(side, whole, [0] * len(whole)) if box_size(whole) else ()
+            full_box = tuple((0, factor.length) for factor in factors)
+            parts = parts_of_view(side, full_box, [0] * len(full_box)) if box_size(full_box) else ()
             boxes += [StoredBox(part, (), 0, ZEROS, 0) for part, _, _ in parts]
         return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes))
 

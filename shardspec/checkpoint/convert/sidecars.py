@@ -59,49 +59,47 @@ def add_sidecars(
     described_in = source.facts.described_in
     elsewhere = described_in is not None
     directory = source.home if described_in is None else described_in
-    whole = not elsewhere and directory == source.directory
+    is_directory = not elsewhere and directory == source.directory
     weights = (file for file in source.files if directory in file.parents)
     beside = {*directory.names()} - {file.relative_to(directory).parts[0] for file in weights}
-    wanted: set[str] = set()
-    if target.directory and (whole or elsewhere or beside & _OF_MODELS):
-        wanted = (sidecars if whole else model_sidecars)(directory, beside)
+    to_copy: set[str] = set()
+    if target.directory and (is_directory or elsewhere or beside & _OF_MODELS):
+        to_copy = (sidecars if is_directory else model_sidecars)(directory, beside)
     section = source.facts.quantization
     if section is not None:
-        wanted -= QUANTIZED_BY
+        to_copy -= QUANTIZED_BY
     elif elsewhere and not _has_codes(target):
         section = {}
     if dtype is None and elsewhere:
         dtype = _one_dtype(target)
-    taken = {file.name for file in target.files}
+    output_names = {file.name for file in target.files}
     files = []
-    for name in sorted(wanted):
+    for name in sorted(to_copy):
         path = file_inside(directory, name, directory)
         if not path.is_file():
             continue
         file = copied_file(path, name)
         problem = ""
-        if name in taken:
+        if name in output_names:
             problem = "has the name of a file of the output"
         elif file.num_bytes > _MOST_BYTES:
             problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
         if problem:
-            raise CheckpointError(
-                f"{path}: {problem}; do not copy such files, with ", WITHOUT_SIDECARS
-            )
+            raise CheckpointError(f"{path}: {problem}; copy only weights, with ", WITHOUT_SIDECARS)
         of_model = name in _STATE_DTYPES and dtype is not None
         if of_model or (name == _CONFIG and section is not None):
             file = _restated(file, path, section if name == _CONFIG else None, dtype)
         files.append(file)
     names = tuple(file.name for file in files)
-    others = sorted(beside.difference(names)) if whole else ()
+    others = sorted(beside.difference(names)) if is_directory else ()
     not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
     # The snapshot of a single file does not include files beside it.
-    seen = tuple(directory / name for name in names) if whole else ()
-    if section and target.directory and _CONFIG not in {*taken, *names}:
+    beside_paths = tuple(directory / name for name in names) if is_directory else ()
+    if section and target.directory and _CONFIG not in {*output_names, *names}:
         data = json.dumps({"quantization_config": section}, indent=2).encode()
         files.append(OutputFile(_CONFIG, len(data), [RawBytes(0, data)], ()))
     return target._replace(
-        files=(*target.files, *files), sidecars=names, beside=seen, not_copied=not_copied
+        files=(*target.files, *files), sidecars=names, beside=beside_paths, not_copied=not_copied
     )
 
 

@@ -46,20 +46,20 @@ class _Delta(NamedTuple):
 def read_delta(place: StoragePath) -> _Delta:
     """Return the delta in a directory; raises CheckpointError if it is inconsistent."""
     index = file_inside(place, DELTA_INDEX, place)
-    stated = read_json(index, "index")
-    about = checked(stated.get("metadata"), dict, index, "metadata")
+    content = read_json(index, "index")
+    about = checked(content.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")
     if encoding is None:
         raise CheckpointError(f"{place}: is a full checkpoint, not a delta; name it as the base")
     for key, read in (("delta_encoding", ("xor", "overwrite")), ("compression_format", ("zstd",))):
         if about.get(key) not in read:
             raise CheckpointError(
-                f"{index}: has {key} {shown(about.get(key))}, but {' and '.join(read)} is read"
+                f"{index}: has {key} {shown(about.get(key))}, not {' or '.join(read)}"
             )
     version, base = (_version(about.get(key), index) for key in ("version", "base_version"))
     checksum = checked(about.get("checksum_format"), str, index, "checksum_format")
     digits = len(new_hash(checksum, index).hexdigest())
-    file_of = checked(stated.get("weight_map"), dict, index, "weight_map")
+    file_of = checked(content.get("weight_map"), dict, index, "weight_map")
     values = checked(about.get("tensor_digests", {}), dict, index, "tensor_digests")
     patches: dict[str, Patch] = {}
     files = {name for name in place.names() if name.endswith(".safetensors")}
@@ -103,44 +103,44 @@ def read_delta(place: StoragePath) -> _Delta:
     return _Delta(place, version, base, digest, base_digest, patches)
 
 
-def _text(stated: object) -> str | None:
-    return stated if isinstance(stated, str) else None
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
-def _version(stated: object, index: StoragePath) -> str:
-    """Return a version as text; a number loses its leading zeros."""
-    if not isinstance(stated, str | int) or isinstance(stated, bool):
-        raise CheckpointError(f"{index}: has no version and base_version; publish it again")
-    return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
+def _version(value: object, index: StoragePath) -> str:
+    """Return a version as text: "000007" and 7 are "7"."""
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise CheckpointError(f"{index}: has no version and base_version; make the delta again")
+    return str(int(value)) if _NUMBER.fullmatch(str(value)) else str(value)
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
-    """Return a checkpoint with a chain of deltas applied; only their data is not checked yet.
+    """Return a checkpoint with a chain of deltas applied; the data is checked while it is read.
 
     Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
     if isinstance(deltas, str | PurePath):
-        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of them, in order")
+        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of paths, in order")
     chain = [read_delta(storage_path(place)) for place in deltas]
     if not chain:
         return base
     for before, after in pairwise(chain):
         if after.base_version != before.version:
             raise CheckpointError(
-                f"{after.place}: makes version {after.version} of {after.base_version}, but "
-                f"{before.place} before it makes {before.version}; name all deltas in order"
+                f"{after.place}: goes from version {after.base_version} to {after.version}, but "
+                f"{before.place} before it to version {before.version}; list all in order"
             )
         if None not in (after.base_digest, before.digest) and after.base_digest != before.digest:
             raise CheckpointError(
-                f"{after.place}: was made of a checkpoint with digest {after.base_digest}, but "
-                f"{before.place} makes one with {before.digest}; they are of different runs"
+                f"{after.place}: starts from a checkpoint with digest {after.base_digest}, but "
+                f"{before.place} ends at {before.digest}; they are of different runs"
             )
     made_by = {chain[0].base_version: "the base"}
     for change in chain:
         if change.version in made_by:
             raise CheckpointError(
-                f"{change.place}: makes version {change.version}, which "
-                f"{made_by[change.version]} is already; name each delta once"
+                f"{change.place}: ends at version {change.version}, as {made_by[change.version]} "
+                "does; list each delta once"
             )
         made_by[change.version] = str(change.place)
     patches: dict[str, tuple[Patch, ...]] = {}
@@ -154,8 +154,8 @@ def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
             outline = base.outline(name)
             if outline.pending:
                 raise CheckpointError(
-                    f"tensor {name!r} of {base.directory} has a reduction pending, so that no "
-                    "delta can be for it; merge the checkpoint first"
+                    f"tensor {name!r} of {base.directory} has a reduction pending, so deltas "
+                    "cannot change it; merge the checkpoint first"
                 )
             check_fits(name, patch, outline.num_bytes)
             patches[name] = (*patches.get(name, ()), patch)
@@ -176,12 +176,12 @@ class DeltaCatalog(ComputedCatalog):
             if last.digest is not None and last.checksum_format == "xxh3-128":
                 at = base.outline(name)
                 try:
-                    stated = TensorDigest.of_value(last.digest, at.shape, at.dtype)
+                    digest = TensorDigest.of_value(last.digest, at.shape, at.dtype)
                 except CheckpointError as error:
                     raise CheckpointError(
                         f"{last.path.parent}: tensor {shown(name)}: {error}; publish it again"
                     ) from None
-                self._stated[name] = stated
+                self._stated[name] = digest
         if chain[-1].digest is not None:
             self.wants_digests = frozenset(self.names) - self._stated.keys()
 
@@ -214,8 +214,8 @@ class DeltaCatalog(ComputedCatalog):
             every[name] = TensorDigest(outline.dtype, outline.shape)
         if (value := Digests(every).value) != last.digest:
             raise CheckpointError(
-                f"{self.directory}: with the deltas it has digest {value}, but {last.place} "
-                f"makes {last.digest}; name the checkpoint of version {self._chain[0].base_version}"
+                f"{self.directory}: with deltas, the digest is {value}, but {last.place} has "
+                f"{last.digest}; name the checkpoint of version {self._chain[0].base_version}"
             )
 
 
@@ -253,7 +253,7 @@ class _Stream:
                 next(self._blocks, None)  # compares checksums
 
     def _take(self, count: int, room: memoryview | None) -> None:
-        """Read the next `count` bytes into `room`, or skip them if it is None."""
+        """Read the next `count` bytes into `room`; skip them if `room` is None."""
         done = 0
         while done < count:
             self._rest = self._rest or next(self._blocks)

@@ -1,6 +1,6 @@
-"""Applies the frames of deltas to tensors, in a stream.
+"""Applies deltas to tensors while these are read.
 
-Frames are decompressed block by block as the tensor is read, so memory stays bounded.
+The changes of a tensor are a zstd frame, decompressed block by block, so memory stays bounded.
 """
 
 import zlib
@@ -83,8 +83,8 @@ def new_hash(name: str, where: object) -> Hash:
         xxh3: Hash = extra("xxhash").xxh3_128()
         return xxh3
     raise CheckpointError(
-        f"{where}: has checksums of {shown(name)}, but xxh3-128 and adler32 are read; publish it "
-        "with one of these"
+        f"{where}: has checksums of kind {shown(name)}, but only xxh3-128 and adler32 can be "
+        "checked; make the delta with one of these"
     )
 
 
@@ -110,13 +110,15 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
         raise CheckpointError(f"{where} is damaged: {error}; fetch the delta again") from None
     size: int = about.content_size
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise CheckpointError(f"{where} has no content size; publish it with one")
+        raise CheckpointError(f"{where} does not record its decompressed size; make it with one")
     if about.window_size > _WINDOW_BYTES and about.window_size > size:
-        raise CheckpointError(f"{where} asks for a window of {about.window_size} bytes")
+        raise CheckpointError(
+            f"{where} has a window of {about.window_size} bytes, which is too large"
+        )
     last, piece, piece_at = 0, b"", 0
     while not last:  # reads the header of each block
         if at + 3 > num_bytes:
-            raise CheckpointError(f"{where} is cut short; fetch the delta again")
+            raise CheckpointError(f"{where} ends early; fetch the delta again")
         if at + 3 > piece_at + len(piece):
             piece, piece_at = file.read(start + at, min(_PIECE_BYTES, num_bytes - at)), at
         at_in = at - piece_at
@@ -126,8 +128,8 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
     at += 4 if about.has_checksum else 0
     if at != num_bytes:
         raise CheckpointError(
-            f"{where} has {at} bytes, but its entry {num_bytes}; the delta is damaged, fetch it "
-            "again"
+            f"{where} has {at} bytes, but the file lists {num_bytes}; the delta is damaged, fetch "
+            "it again"
         )
     return size
 
@@ -138,12 +140,12 @@ def check_fits(name: str, patch: Patch, num_bytes: int) -> None:
     count, rest = divmod(size - 4, 5)
     if size != num_bytes if patch.encoding == "xor" else rest or not 0 <= count <= num_bytes:
         raise CheckpointError(
-            f"{where} has {size} bytes as {patch.encoding}, for a tensor of {num_bytes} in the "
-            "base; apply the delta to the checkpoint that it was made of"
+            f"{where} has {size} bytes of {patch.encoding}, for a tensor of {num_bytes} bytes in "
+            "the base; apply the delta to the checkpoint from which it was made"
         )
     if patch.encoding == "overwrite" and num_bytes > 1 << 32:
         raise CheckpointError(
-            f"{where}: positions of {num_bytes} bytes do not fit 32 bits; publish it as xor"
+            f"{where}: positions in {num_bytes} bytes do not fit 32 bits; use the encoding xor"
         )
 
 
@@ -173,9 +175,9 @@ class Patching:
         """Raise CheckpointError if the checksum of all blocks differs."""
         if (value := self._hash.hexdigest()) != self._last.checksum:
             raise CheckpointError(
-                f"tensor {self._name!r}: with {self._last.path} on it has "
-                f"{self._last.checksum_format} {value}, but {self._last.checksum} was published; "
-                "the base is another one, or a file is damaged"
+                f"tensor {self._name!r}: after {self._last.path} is applied, "
+                f"{self._last.checksum_format} is {value} instead of {self._last.checksum}; the "
+                "base is another checkpoint, or a file is damaged"
             )
 
 
@@ -226,15 +228,15 @@ class _Xor:
 
 
 class _Overwrite:
-    """Applies positions and values; a frame has all positions first, so two readers share it."""
+    """Applies positions and values; the frame has all positions first, so two readers read it."""
 
     def __init__(self, tensor: StoredTensor, patch: Patch, files: OpenFiles) -> None:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))
         self._tensor, self._path = tensor, patch.path
         self._unread, self._last = (patch.content_bytes - 4) // 5, -1
-        stated = int(self._positions.fill(np.empty(4, np.uint8)).view("<u4")[0])
-        if stated != self._unread:
-            raise self._wrong(f"declares {stated} positions and has {self._unread}")
+        declared = int(self._positions.fill(np.empty(4, np.uint8)).view("<u4")[0])
+        if declared != self._unread:
+            raise self._wrong(f"declares {declared} positions and has {self._unread}")
         skipped, room = 4 + 4 * self._unread, np.empty(_POSITIONS, np.uint8)
         while skipped:
             skipped -= len(self._values.fill(room[: min(skipped, len(room))]))

@@ -1,4 +1,4 @@
-"""Writes deltas between checkpoints, in the layout of slime and ModelExpress.
+"""Writes deltas between checkpoints, in the file format of slime and ModelExpress.
 
 A delta is a directory with an index and a safetensors file. The metadata of the index has the old
 and the new version. The file has one entry per changed tensor: a zstd frame of the XOR of old and
@@ -140,7 +140,7 @@ def delta(
         raise CheckpointError(f"there is no encoding {encoding!r}; choose xor or overwrite")
     if path.whole_files:
         raise CheckpointError(
-            f"{path}: deltas are written to a disk; copy the directory from there"
+            f"{path}: a delta cannot be written to an object store; write it to a disk, and copy it"
         )
     new_hash(checksum, path)
     extra("zstandard")
@@ -238,7 +238,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that both have the same names, dtypes and shapes, and no pending reductions."""
+    """Check that both checkpoints have equal names, dtypes and shapes, and nothing is pending."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -280,7 +280,7 @@ class _Writer:
         self.changed = [name for name in old.names if not self._same(name)]
 
     def report(self) -> DeltaReport:
-        """Return the report."""
+        """Return the facts about the delta that was written."""
         return DeltaReport(
             self.path.public(),
             len(self.sides[0].names),
@@ -328,7 +328,7 @@ class _Writer:
             yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
     def _same(self, name: str) -> bool:
-        """Return True if a tensor is equal in both, and record its digest in that case."""
+        """Return True if a tensor is equal in both checkpoints; if so, record the digest."""
         outline, at = self.sides[0].outline(name), 0
         value = TensorDigest(outline.dtype, outline.shape)
         for old, now in self._blocks(name):
@@ -342,7 +342,7 @@ class _Writer:
         return True
 
     def _digested(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the blocks of a tensor that changed; digest both sides on the way."""
+        """Yield the blocks of a changed tensor; compute the digests of both checkpoints too."""
         outline, at = self.sides[0].outline(name), 0
         values = [TensorDigest(outline.dtype, outline.shape) for _ in self.sides]
         for pair in self._blocks(name):
@@ -355,7 +355,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return the bytes of a frame's content: their number, and a function that yields them."""
+        """Return the content of a frame: number of bytes, and a function that yields the bytes."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:

@@ -1,9 +1,9 @@
 """Defines `Format`, and lists the formats of this library and of installed packages.
 
-A module of this folder that is a format defines it under the name `FORMAT`. Another package
-provides one through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
-Built-in formats are tried first, so a package cannot change their reading. Modules are imported on
-demand.
+Each format is a module of this folder with a `Format` named `FORMAT`. Another package provides a
+format through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
+Built-in formats are tried first, so a package cannot change how they are read. Modules are imported
+on demand.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -103,7 +103,7 @@ class Newest(NamedTuple):
 
     place: StoragePath
     note: str
-    """Note for the user about how it was found."""
+    """Note for the user about how the checkpoint was found."""
     of_run: bool = False
     """True to read it in the format of the run if its own file names match no format."""
 
@@ -153,7 +153,7 @@ class Format:
     limits_files: bool = False
     """True if `lay_out` uses `Wanted.max_shard_bytes`."""
     stacks_layers: bool = False
-    """True if Megatron-core saves in it, with one tensor per weight of all layers."""
+    """True if Megatron-core saves in this format, with one tensor per weight of all layers."""
     instead: str = ""
     """Format to write instead, if this one is only read."""
     reads_file: Callable[[FileStart], bool] = never
@@ -170,7 +170,7 @@ class Format:
     takes: tuple[str, ...] = ()
     """Names of the `OpenOptions` that `open` uses; others are refused."""
     known_by: str = ""
-    """Example of a file name in its directories, for errors."""
+    """Example of a file name in directories of this format, for errors."""
 
     def __post_init__(self) -> None:
         if self.keeps not in get_args(Keeps):
@@ -190,7 +190,7 @@ class Format:
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
-        """Return the directory of the checkpoint with this file; None if the file is one itself."""
+        """Return the directory of the checkpoint with this file; None if a file is a checkpoint."""
         if self.part_of is not None:
             return self.part_of(path)
         is_part = self.reads_file is never and self.recognizes((path.name,))
@@ -251,7 +251,7 @@ def _loaded(point: "EntryPoint") -> Format:
         format: object = point.load()
     except Exception as error:  # importing another package may raise anything
         raise CheckpointError(
-            f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); mend or "
+            f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); repair or "
             "uninstall that package"
         ) from error
     if not isinstance(format, Format):
@@ -295,7 +295,7 @@ def written_names(way: Way) -> list[str]:
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it cannot write this kind.
+    """Return a format by name; raises `CheckpointError` if it cannot write this kind of output.
 
     >>> written_format("dcp", "sharded").title
     'torch distributed checkpoint'
@@ -344,15 +344,15 @@ def merged_format(
     if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
         directory_format = default_format("merged", directory=True).name
         raise CheckpointError(
-            f"{output}: a limit of {max_shard_bytes} bytes a file (",
+            f"{output}: files of at most {max_shard_bytes} bytes (",
             Argument("max_shard_bytes"),
-            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
-            f"format {directory_format!r} and name a directory",
+            f"): the format {chosen.name!r} has no such limit, or it is below 1; omit it, or "
+            f"choose the format {directory_format!r} and name a directory",
         )
     if in_directory and chosen.extensions:
         raise CheckpointError(
-            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
-            "leave out the slash, or choose another format"
+            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; omit "
+            "the slash, or choose another format"
         )
     return chosen
 
@@ -375,18 +375,18 @@ def named_by(
     name = next((name for name in folders_of(text) if name in names), "")
     if not name or not file_inside(run, name, path).is_dir():
         raise CheckpointError(
-            f"{path}: says {text!r:.200}, but no such checkpoint is beside it; name the "
-            "directory of the checkpoint itself"
+            f"{path}: names {text!r:.200}, but no such checkpoint is beside this file; name the "
+            "directory of a checkpoint"
         )
     return Newest(run / name, f"reading {name}, which {tracker.name} names")
 
 
 def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newest:
-    """Return the one checkpoint in a run without a `tracker`; raises CheckpointError if several."""
+    """Return the only checkpoint of a run that lacks a `tracker`; CheckpointError if several."""
     if len(checkpoints) != 1:
         raise CheckpointError(
             f"{run}: has the checkpoints {', '.join(checkpoints) or '(none)'} and no {tracker} "
-            "that says which counts; name the directory of one"
+            "that names the latest; name the directory of one"
         )
     place = file_inside(run, checkpoints[0], run)
     return Newest(place, f"reading {checkpoints[0]}, which is the only one")

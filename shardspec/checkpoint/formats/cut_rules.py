@@ -127,8 +127,8 @@ class SourceRules(NamedTuple):
                     f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
                 )
         raise CheckpointError(
-            f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all have the same, in ',
+            f"{path}: no rule says how tensor {name!r} is sharded over tensor parallel ranks; give "
+            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all are equal, in ',
             Argument("source_rules"),
         )
 
@@ -186,7 +186,7 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple
         if missing is not None:
             raise CheckpointError(
                 f"{chunk.states[0].path}: has no {kind} {before}{missing}{after}, but "
-                f"{before}{max(counted)}{after}; each file counts its {kind}s from 0; this one was "
+                f"{before}{max(counted)}{after}; each file counts {kind}s from 0; the file was "
                 "changed, restore it"
             )
     return {key: len(counted) for key, counted in numbers.items()}
@@ -207,8 +207,8 @@ def _count_experts(chunk: ModelChunk) -> int:
     counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all "
-            "have the same number; restore it"
+            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all layers "
+            "should have the same number; restore the file"
         )
     return max(counts, default=0)
 

@@ -6,8 +6,8 @@ rank, and the metadata has no digests. A swapped file is detected by the lengths
 of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
 
 Megatron-core's ``torch_dist`` is such a directory. Before version 0.13 its distributed optimizer
-stores tensors **flat**: each data parallel rank has a range of a block of the tensor, listed with
-one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
+stores tensors **flat**: a tensor is split into blocks, and each data parallel rank has a range of
+the elements of a block. Source: metadata.py,
 planner.py, filesystem.py, default_planner.py of torch/distributed/checkpoint; strategies/torch.py
 and resharding.py of megatron/core/dist_checkpointing.
 """
@@ -131,7 +131,7 @@ def _read_chunk(outline: Outline[StoredChunk], chunk: StoredChunk) -> StoredBox:
             )
         place = tensor_place(value, file, archive)
     if place.strides is not None and chunk.stored != box_shape(chunk.box):
-        raise CheckpointError(f"{label}: a range of a flat tensor has strides; it is damaged")
+        raise CheckpointError(f"{label}: a range of a flat tensor has strides; the file is damaged")
     at = place.offset + chunk.start * item_bytes(outline.dtype)
     return StoredBox(chunk.box, (), chunk.rank, chunk.path, at, place.digest, place.strides)
 
@@ -200,14 +200,14 @@ def _look_inside(
 
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
-    """Return a digest of the bytes of an entry."""
+    """Return the digest of the pickled bytes of an entry that is not a tensor."""
     crc = crc32_of(file, place.offset, place.num_bytes)
     return f"{place.num_bytes} bytes of CRC-32 {crc_text(crc)}"
 
 
 @unpickler.no_collection()
 def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
-    """Read the metadata, and check that its files exist and have the right lengths."""
+    """Read the metadata, and check that the listed files exist and are long enough."""
     path = file_inside(directory, METADATA_NAME, directory)
     if not path.exists():
         why = "which is written last; the save did not finish"
@@ -243,16 +243,16 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
             # The text of a TypeError is Python's, and not about the file.
             problem = "it is not as torch writes it" if isinstance(error, TypeError) else error
             raise CheckpointError(
-                f"{path}: {name!r:.200}: {problem}; the metadata contradicts itself, save again"
+                f"{path}: {name!r:.200}: {problem}; the metadata is inconsistent, save again"
             ) from None
     for name, tensor in tensors.items():
         match = _OF_OPTIMIZER.match(name)
         model = tensors.get(name[match.end() :]) if match else None
         if model and tensor.shape != model.shape and prod(tensor.shape) == prod(model.shape):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is {list(tensor.shape)}, but that of the model "
-                f"{list(model.shape)}, and nothing says how it was made flat (mcore_data); convert "
-                "it with Megatron's own tools to fully_reshardable"
+                f"{path}: tensor {name!r} is {list(tensor.shape)}, but the model's is "
+                f"{list(model.shape)}, and mcore_data does not record how it was flattened; "
+                "convert it with Megatron's own tools to fully_reshardable"
             )
     for file in files:
         # Older versions could store replicas too; only one place is listed.
@@ -279,7 +279,7 @@ def _is_read(outline: Outline[StoredChunk]) -> bool:
 
 
 def _unread(outline: Outline[StoredChunk]) -> catalog.OpaqueValue:
-    """Return the value that represents a tensor of an unsupported dtype."""
+    """Return the placeholder for a tensor of an unsupported dtype."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:
@@ -302,7 +302,7 @@ def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: boo
         if start < end:
             raise CheckpointError(
                 f"{path.parent / METADATA_NAME}: two entries in {path.name} share byte {start}; "
-                "the metadata contradicts itself"
+                "the metadata is inconsistent, save again"
             )
     end = ranges[-1][1]
     if end > num_bytes or (exact and end < num_bytes):
@@ -332,7 +332,7 @@ def _lay_out(source: catalog.Catalog, output: Wanted) -> Target:
 
 
 def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
-    """Check that Megatron-core can load the output, if it has written the source."""
+    """Check that Megatron-core can load the output, if Megatron-core wrote the source."""
     directory = source.directory
     megatron = any(map(_OBJECT_OF_MEGATRON.search, source.facts.objects))
     description: object = None

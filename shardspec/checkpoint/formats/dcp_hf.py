@@ -1,13 +1,13 @@
 """Reads torch DCP in Hugging Face format: a safetensors file per rank, with offsets of boxes.
 
-With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
-``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for each file i of n of the merged model
-whose tensors it has. **Neither the shapes of tensors nor the number of ranks is recorded.** The
-extent of the boxes is used as the shape only if one of these confirms it:
+With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes its boxes of the tensors of
+file i of n as ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors``; merging would give n files.
+**Neither the shapes of tensors nor the number of ranks is recorded.** A shape is assumed to end
+where the boxes end, if one of these confirms it:
 
 - the caller gives the number of ranks (`ranks`), and there are that many files;
-- shards of several ranks have consecutive numbers and boxes without gaps, and their sizes are those
-  of `torch.chunk` for that number of ranks or a divisor of it; a note records the assumption;
+- shards of several ranks have consecutive numbers and boxes without gaps, and the boxes have the
+  sizes that `torch.chunk` gives for that number of ranks or a divisor of it; a note says so;
 - the folder is called ``sharded``, and its parent has merged tensors of the same names, shapes and
   dtypes: torch writes them with ``enable_consolidation=True``.
 
@@ -55,8 +55,8 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             if path.name != name or number < 1 or not 1 <= model <= count == models:
                 odd = path.name if path.name != name else first
                 raise CheckpointError(
-                    f"{directory}: {odd} and {name} cannot be of one save; move that of the "
-                    "other save away"
+                    f"{directory}: {odd} and {name} are of different saves; move the files of one "
+                    "save away"
                 )
     tensors = _read(shards)
     if len(shards) < len(names):
@@ -81,7 +81,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
                 raise CheckpointError(
                     f"tensor {name!r} is {in_shards.get(name, 'absent')} in the shards and "
                     f"{in_merged.get(name, 'absent')} in the merged files above them; a shard is "
-                    "missing, or the two are not of one save"
+                    "missing, or the files are of different saves"
                 )
     facts = CheckpointFacts()
     numbers = {number for number, _ in shards}
@@ -92,7 +92,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             name = f"shard-{number:05}-model-{model:05}-of-{models:05}.safetensors"
             raise CheckpointError(
                 f"{directory}: {name} is missing; restore it, or put the merged files of the same "
-                "save above a folder 'sharded' to show that there was none"
+                "save above a folder 'sharded' to show that no such shard was written"
             )
     if merged is None and ranks is None:
         count = len(numbers)
@@ -108,7 +108,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
-    """Return the tensors, with the extent of their boxes as the shape."""
+    """Return the tensors in shards; the shape of a tensor ends where its last box ends."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
     depth = next(iter(shards.values())).files_ahead()
@@ -125,7 +125,7 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
                 if own_dtype != dtype or len(stops) != len(before):
                     raise CheckpointError(
                         f"tensor {name!r} is {dtype} of {len(before)} dims in {first_path} and "
-                        f"{own_dtype} of {len(stops)} in {path}; the files are not of one save"
+                        f"{own_dtype} of {len(stops)} in {path}; the files are of different saves"
                     )
                 reach[name] = tuple(map(max, before, stops)), dtype, first_path
                 box = tuple(zip(offsets[name], stops, strict=True))
@@ -133,9 +133,8 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
                 first = boxes.setdefault(name, {}).setdefault(box, stored)
                 if first is not stored:
                     raise CheckpointError(
-                        f"tensor {name!r}: {first.path} and {path} both have its box "
-                        f"{box_text(box)}, which torch stores once; one is a copy, restore the "
-                        "right file"
+                        f"tensor {name!r}: {first.path} and {path} both have box {box_text(box)}, "
+                        "which torch stores once; one is a copy, restore the right file"
                     )
     return {
         name: StoredTensor(
@@ -157,7 +156,7 @@ def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -
         lacks = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
             f"{directory}: has shards of {count} rank{'s' * (count > 1)}, but {reason}{lacks}; "
-            "restore what is missing, or say how many ranks had something to write: ",
+            "restore what is missing, or give the number of ranks that wrote a shard: ",
             Argument("ranks", count),
         )
 
@@ -175,9 +174,9 @@ def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> N
     axes = {-(-size // axis) for axis in range(2, ranks + 1) if ranks % axis == 0}
     if {*lengths} != {length} or last > length or length not in axes:
         raise CheckpointError(
-            f"{directory}: tensor {tensor.name!r} is cut into {len(lengths) + 1} parts along dim "
-            f"{dim}, of {length} to {last} elements, but torch cuts {size} for {ranks} ranks "
-            "otherwise; restore the missing shard, or give the number of ranks: ",
+            f"{directory}: tensor {tensor.name!r} has {len(lengths) + 1} shards along dim {dim}, "
+            f"of {length} to {last} elements, but torch splits {size} over {ranks} ranks "
+            "differently; restore missing shards, or give the number of ranks: ",
             Argument("ranks"),
         )
 

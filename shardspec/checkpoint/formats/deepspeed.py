@@ -10,11 +10,11 @@ stage 3, has the names and shapes of the parameters in their order (``param_shap
 - Stage 3: a rank has ceil(elements / ranks) elements of each parameter, at the same position on all
   ranks. Groups are consecutive; a parameter may span two of them.
 
-A range of a flat tensor becomes a few boxes of the parameter. The catalog has the parameters in
-fp32, as `zero_to_fp32.py` makes them; tied ones; frozen parameters and buffers in their stored
+A range of a flat tensor becomes a few boxes of the parameter. The catalog lists parameters in fp32,
+also tied ones, as `zero_to_fp32.py` makes them; frozen parameters and buffers in their stored
 dtype; and ``optimizer.KIND.NAME`` for each KIND of optimizer state (``exp_avg``, ``exp_avg_sq``,
-``step``). **Swapped files of stage 3 cannot be detected**; those of stages 1 and 2 record their
-place (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
+``step``). **Swapped files of stage 3 cannot be detected**; files of stages 1 and 2 record the
+positions of parameters (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
 """
 
 import re
@@ -86,7 +86,7 @@ _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
 
 
 class _Parameter(NamedTuple):
-    """A parameter, and its place in the concatenation of flat tensors."""
+    """A parameter, and its range in the concatenation of flat tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a ZeRO checkpoint; reads the pickles of all ranks, no data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
     flat, scalars = _optimizer_tensors(run)
@@ -142,20 +142,20 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of parameters in a model's file."""
+    """Return the parameters' shapes by name; raises CheckpointError if they are malformed."""
     try:
         if isinstance(shapes, dict) and all(isinstance(name, str) for name in shapes):
             return {name: sizes_of(value) for name, value in shapes.items()}
     except ValueError:
         pass
     raise CheckpointError(
-        f"{state.path}: has {shapes!r:.200} in place of names and shapes of parameters "
+        f"{state.path}: has {shapes!r:.200} instead of the names and shapes of parameters "
         "(param_shapes); the file was changed, restore it"
     )
 
 
 def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTensor:
-    """Return a parameter with its boxes in flat tensors."""
+    """Return a parameter as a tensor whose boxes are in flat tensors of ranks."""
     chosen = lines if stage == 3 else {0: lines[parameter.group]}
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
     size = item_bytes(dtype)
@@ -213,7 +213,7 @@ def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
 
 
 def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of a flattened dict, by their names in it."""
+    """Return the entries of the nested dict `key`, by their names inside that dict."""
     start = f"{key}."
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
@@ -234,8 +234,8 @@ def _read_run(place: StoragePath) -> _Run:
     names = place.names()
     if "zero" in names:
         raise CheckpointError(
-            f"{place}: is a Universal Checkpoint, which is not read; name the run that DeepSpeed "
-            "made it of"
+            f"{place}: is a Universal Checkpoint, which cannot be read; name the checkpoint from "
+            "which DeepSpeed made it"
         )
     for kind in (EXPERTS, PIPELINE):
         part = next(filter(PARTS[kind][0].fullmatch, names), None)
@@ -244,15 +244,15 @@ def _read_run(place: StoragePath) -> _Run:
     parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(
-            f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; "
-            f"DeepSpeed joins them: {_TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
+            f"{place}: {parallel} is of a run with tensor parallel ranks, which cannot be read; "
+            f"merge with DeepSpeed: {_TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
         )
     paths = _files(place, names, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
         raise CheckpointError(
-            f"{optimizers[0].path}: says no stage of ZeRO from 1 to 3; save it again with "
+            f"{optimizers[0].path}: does not record a ZeRO stage from 1 to 3; save it again with "
             "DeepSpeed 0.8 or later"
         )
     for state in optimizers:
@@ -300,8 +300,8 @@ def _files(
     models = list(filter(MODEL_FILE.fullmatch, names))
     if not by_rank and pattern is OPTIMIZER_FILE and models:
         raise CheckpointError(
-            f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
-            f"the run was without ZeRO, name {place / models[0]}"
+            f"{place}: has no ZeRO optimizer states (…_optim_states.pt); restore them, or for a "
+            f"run without ZeRO, name {place / models[0]}"
         )
     for rank in expected:
         if rank not in by_rank:
@@ -312,7 +312,7 @@ def _files(
             )
     odd = next((by_rank[rank] for rank in by_rank if rank not in expected), odd)
     if odd is not None:
-        raise CheckpointError(f"{place}: {odd} is not of the save of the other files; move it away")
+        raise CheckpointError(f"{place}: {odd} is of another save than the others; move it away")
     return [file_inside(place, by_rank[rank], place) for rank in expected]
 
 
@@ -325,7 +325,7 @@ def _number(state: TorchState, key: str) -> int | None:
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
-    """Return the place of each parameter, and the length that each line of tensors must have."""
+    """Return each parameter's range in the concatenated flat tensors, and their total length."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
@@ -352,7 +352,7 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
 
 
 def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
-    """Return the tensors of parameters in the optimizers' files: flat ones, and scalars."""
+    """Return the tensors in the optimizers' files: flat ones, and scalars such as steps."""
     flat: _ByRank = {}
     scalars: _ByRank = {}
     dtypes: dict[str, str] = {}
@@ -415,7 +415,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
-    """Compare the places of parameters with those that ranks of stages 1 and 2 record."""
+    """Compare the ranges of parameters with those that ranks of stages 1 and 2 record."""
     # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
@@ -433,8 +433,8 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
                 own = isinstance(note, Record) and (note.get("start"), note.get("numel"))
                 if own != expected:
                     raise CheckpointError(
-                        f"{state.path}: its part of {name!r} has another position than that of "
-                        f"rank {rank}; the file is of another rank or save, restore it"
+                        f"{state.path}: {name!r} is at another position than in the file of rank "
+                        f"{rank}; this file is of another rank or save, restore it"
                     )
 
 

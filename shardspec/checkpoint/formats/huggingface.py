@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face checkpoints: safetensors files, and an index if several.
+"""Reads and writes Hugging Face checkpoints: one safetensors file, or several with an index.
 
 The index, ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with the
 headers of the files, except `total_size`: writers count tied tensors once or twice. `model_files`

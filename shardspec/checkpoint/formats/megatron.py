@@ -4,11 +4,11 @@ XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parall
 stages, YYY is omitted. Tensors are sharded by the rules of `families/rank_rules.py`. The run's
 arguments record whether feed-forward layers are gated. Source: megatron/training/checkpointing.py.
 
-With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
-second ones. The arguments record the numbers of ranks and layers; without them the caller must give
-``ranks``. They also record the global rank, which reveals swapped and copied files. Without it
+With a virtual pipeline (``model0``, ``model1``) the layers of ``model0`` of all stages come before
+those of ``model1``. The arguments record the numbers of ranks and layers; without arguments the
+caller must give ``ranks``. The recorded global rank reveals swapped and copied files. Without it
 copies are detected by the digests of torch's zips, but **swapped files of equal shapes cannot be
-detected**. The optimizer does not name its tensors, so it is listed among the `extras`.
+detected**. Tensors of the optimizer have no names in the files, so they are not read.
 """
 
 import re
@@ -65,7 +65,7 @@ def _argument(state: TorchState, name: str) -> object:
 
 
 def _number(state: TorchState, name: str) -> int | None:
-    """Return an argument that is a whole number."""
+    """Return a recorded argument of the run; None unless it is a whole number."""
     value = _argument(state, name)
     return value if type(value) is int else None
 
@@ -89,7 +89,7 @@ def run_facts(source: Catalog) -> dict[str, int]:
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a Megatron checkpoint; reads the pickles of all ranks, no data."""
     files = _read(directory)
     states = list(files.values())
     stages, experts, tensor_ranks = (1 + last for last in max(files))
@@ -143,7 +143,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(place: StoragePath) -> _Files:
-    """Return the files of all ranks; raises CheckpointError unless they are of one save."""
+    """Return the files of all ranks; raises CheckpointError if they are of several saves."""
     folders: dict[tuple[int, int, int], str] = {}
     counts = set()
     for name in place.names():
@@ -154,8 +154,8 @@ def _read(place: StoragePath) -> _Files:
             first_name = folders.setdefault((stage, expert, rank), name)
             if first_name != name or len(counts) > 1:
                 raise CheckpointError(
-                    f"{place}: {min(folders.values())} and {name} cannot be of one save; move "
-                    "those of the other away"
+                    f"{place}: {min(folders.values())} and {name} are of different saves; move the "
+                    "files of one save away"
                 )
     (count,) = counts
     paths = {}
@@ -200,7 +200,7 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 def _check_one_save(
     place: StoragePath, states: Sequence[TorchState], expected: Mapping[str, int], ranks: int | None
 ) -> None:
-    """Check that all files of one save exist, by its arguments or the caller's `ranks`."""
+    """Check that all files of one save exist, by the recorded arguments or the caller's `ranks`."""
     if ranks not in (None, len(states)):
         remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
@@ -221,22 +221,22 @@ def _check_one_save(
                 raise mismatch_error(state.path, key, value, first.path, first_value)
     if ranks is None and None in (_number(first, _RANKS), _number(first, _STAGES)):
         raise CheckpointError(
-            f"{first.path}: does not say how many ranks there were (it has no args), so "
-            "files of later ranks may be missing; if there were none, confirm it with ",
+            f"{first.path}: does not say how many ranks there were (it has no args), so files of "
+            "later ranks may be missing; if none are, confirm it with ",
             Argument("ranks", len(states)),
         )
 
 
 def _ordered(states: Sequence[TorchState]) -> bool:
-    """Check that files are in the order of their ranks; return False if they record none."""
+    """Check that the recorded ranks ascend; return False if files record no rank."""
     ranks = [rank for state in states if (rank := _number(state, "rank")) is not None]
     if len(ranks) < len(states) or not any(ranks):
         return False
     for (earlier, a), (later, b) in pairwise(zip(states, ranks, strict=True)):
         if a >= b:
             raise CheckpointError(
-                f"{earlier.path}: was saved by rank {a}, and {later.path} by rank {b}; the files "
-                "are swapped, copied or not of one save, restore their places"
+                f"{earlier.path}: was saved by rank {a}, and {later.path} by rank {b}; files are "
+                "swapped, copied or of different saves; restore them"
             )
     return True
 
@@ -298,7 +298,7 @@ def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
 
 
 def _folders(text: str) -> list[str]:
-    """Return the directories that the text of a tracker may stand for."""
+    """Return possible directories for the text of a tracker file: 10 is `iter_0000010`."""
     if text.isdecimal() and text.isascii():
         return [f"iter_{int(text):07d}", f"{_VERL_STEP}{int(text)}"]
     return [text] if _ITERATION.fullmatch(text) else []

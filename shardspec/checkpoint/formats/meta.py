@@ -1,7 +1,7 @@
 """Reads Meta's LLaMA checkpoints: ``consolidated.NN.pth``, one per rank, and ``params.json``.
 
-The number of ranks follows from shapes: norms have the model's width, and ``attention.wo`` of each
-rank its share of the columns. **Swapped files cannot be detected.**
+The number of ranks follows from shapes: a norm has the width of the model, and ``attention.wo`` has
+width / ranks columns in each file. **Swapped files cannot be detected.**
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _KEYS: Final = "layers.0.attention.wk.weight"
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the descriptions of tensors in the files of all ranks; not their data."""
+    """Return the catalog of a LLaMA checkpoint; reads the pickles of all ranks, no data."""
     names = directory.names()
     by_rank = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, by_rank[rank], directory) for rank in sorted(by_rank))
@@ -44,17 +44,16 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         return open_torch_file(paths[0])
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
         raise CheckpointError(
-            f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
-            f"{list(share)}), by whose rules it would be read; load it with the code of its "
-            "model, and save a whole state dict"
+            f"{paths[0]}: shapes {list(width)} of {_WIDTH} and {list(share)} of {_SHARE} are not "
+            "those of LLaMA; load it with the code of its model, and save a full state dict"
         )
     ranks = width[0] // share[1]
     if sorted(by_rank) != list(range(ranks)):
         missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in by_rank]
         remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
-            f"{directory}: has {len(by_rank)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one each; {remedy}"
+            f"{directory}: has {len(by_rank)} files consolidated.NN.pth, but the shapes of the "
+            f"tensors are those of {ranks} ranks; {remedy}"
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
@@ -91,7 +90,7 @@ def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str,
         if type(recorded) is int and value is not None and recorded != value:
             raise CheckpointError(
                 f"{path}: says {key} {recorded}, but the tensors in the files make up {value}; a "
-                "file is missing or of another model, or ranks share heads, which is not read"
+                "file is missing or of another model, or ranks share heads, which cannot be read"
             )
     return params
 

@@ -4,8 +4,8 @@ Both safetensors and ``.bin`` files are found by these rules:
 
 - An index, ``{"weight_map": {tensor name: file name}}``, decides the file of each tensor, even if
   another file has a tensor of that name. Its files may be in subdirectories. A numbered file of
-  the same model that it does not list is an error, with a count (``-00001-of-00003``) or without
-  (``part-1``), and so is a file that lacks a listed tensor.
+  the same model that the index does not list (``-00001-of-00003``, ``part-1``) is an error, and so
+  is a file that lacks a listed tensor.
 - Without an index, all files numbered ``-00001-of-00003`` must exist. Also recognized are
   ``model-1-of-3``, ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
   ``model.safetensors-00001-of-00003``; some tools count from 0.
@@ -159,12 +159,12 @@ def find_bins(directory: StoragePath) -> ModelFiles:
 
 
 def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
-    """Return these files; raises `CheckpointError` if a number is missing."""
+    """Return files that no index lists; raises `CheckpointError` if a numbered file is missing."""
     if not names:
         # Files existed when the format was recognized.
         raise CheckpointError(
-            f"{directory}: its files were removed while it was opened; run again when nobody "
-            "writes it"
+            f"{directory}: its files were removed while it was opened; run again when nothing "
+            "writes to it"
         )
     for files in _models(names).values():
         _check_numbers(directory, files)
@@ -198,25 +198,24 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
         first_name = by_number.setdefault(_place(name).number or 0, name)
         if first_name != name:
             raise CheckpointError(
-                f"{directory}: {first_name} and {name} have the same number; move the one that is "
-                "of another save away"
+                f"{directory}: {first_name} and {name} have the same number; move the file of the "
+                "other save away"
             )
     first = 0 if 0 in by_number and count not in by_number else 1
     expected = range(first, first + count)
     for missing in (number for number in expected if number not in by_number):
         raise CheckpointError(
-            f"{directory}: {_sibling(files[0][0], missing)} is missing, by the numbers of the "
-            "others; restore it"
+            f"{directory}: {_sibling(files[0][0], missing)} is missing from the numbered files; "
+            "restore it"
         )
     for odd in (name for number, name in by_number.items() if number not in expected):
         raise CheckpointError(
-            f"{directory}: {odd} has a number that is not from 1 to {count}; it belongs elsewhere, "
-            "move it away"
+            f"{directory}: {odd} has a number that is not from 1 to {count}; move that file away"
         )
 
 
 def _sibling(name: str, number: int) -> str:
-    """Return the name of a file with another number."""
+    """Return the name that a file would have with another number."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None, name
     start, end = match.span(2)
@@ -224,7 +223,7 @@ def _sibling(name: str, number: int) -> str:
 
 
 def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointError:
-    """Return the error for a folder with several models; it names a file of each."""
+    """Return the error for a folder with several models, which names a file of each model."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
     if any(_place(name).total > 1 for name in names):
@@ -329,7 +328,7 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
 
 
 def check_alone(path: StoragePath) -> None:
-    """Refuse a file whose number shows that it is one of several; the error names the remedy."""
+    """Raise CheckpointError for a file that its number marks as one of several."""
     model, number, count = _place(path.name)
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):
@@ -339,5 +338,5 @@ def check_alone(path: StoragePath) -> None:
     index = next(indexes, None)
     place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"
     raise CheckpointError(
-        f"{path}: is file {number} of {count} of a model, by its name; name its {place}"
+        f"{path}: is by its name file {number} of {count} of a model; name the {place}"
     )

@@ -1,6 +1,6 @@
 """Reads and writes shardspec's own format: `sharding_info.json`, and a safetensors file per rank.
 
-The info records the mesh, the spec of each tensor, and the boxes in each file. See
+`sharding_info.json` records the mesh, the spec of each tensor, and the boxes in each file. See
 ``docs/format.md``.
 """
 
@@ -187,7 +187,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
 def _parse_tensors(
     tensors: Mapping[str, object], mesh: DeviceMesh, path: StoragePath
 ) -> dict[str, Layout]:
-    """Return the layouts by tensor; equal layouts are one object."""
+    """Return the layout of each tensor from the parsed JSON; equal layouts share one object."""
     layout_of: dict[tuple[object, ...], Layout] = {}
     layouts = {}
     for name, value in tensors.items():
@@ -197,8 +197,8 @@ def _parse_tensors(
             try:
                 if len(shape) > safetensors.MAX_DIMS or len(spec) > _MAX_SPEC:
                     raise CheckpointError(
-                        f"has {len(shape)} dims and a spec of {len(spec)} characters, at most "
-                        f"{safetensors.MAX_DIMS} and {_MAX_SPEC} make sense"
+                        f"has {len(shape)} dims and a spec of {len(spec)} characters, more than "
+                        f"the limits {safetensors.MAX_DIMS} and {_MAX_SPEC}"
                     )
                 layout_of[kind] = Layout(mesh, spec, shape, from_safetensors(code))
             except ShardSpecError as error:
@@ -318,12 +318,12 @@ def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
                 own = " and ".join(map(_part_text, catalog.replica_keys(layout, rank))) or "nothing"
                 raise CheckpointError(
                     f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is listed with box "
-                    f"{_part_text(part)}, but under spec {layout.spec} it has {own}; the info "
-                    "contradicts itself"
+                    f"{_part_text(part)}, but under spec {layout.spec} it has {own}; the file is "
+                    "inconsistent, restore it"
                 )
         for part in holders.keys() - {part for _, part in stored}:
             raise CheckpointError(
-                f"{directory}: tensor {name!r}: no file contains its box {_part_text(part)} (rank "
+                f"{directory}: tensor {name!r}: no file contains box {_part_text(part)} (rank "
                 f"{ids_text(holders[part])}); restore that file or save again"
             )
 
@@ -460,7 +460,7 @@ def sharded_target(
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
-    """Return the entry of a file in the info, with boxes in the order of their names."""
+    """Return the entry of a file in `sharding_info.json`; boxes are sorted by name."""
     boxes = [
         BoxEntry(extent.tensor.name, extent.box, (), crc)
         for extent, crc in zip(file.extents, crcs, strict=True)

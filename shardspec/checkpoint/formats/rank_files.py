@@ -1,20 +1,19 @@
 """Reads directories with one `torch.save` file per rank, as trainers and RL stacks write them.
 
-**Names.** The end of a file's name gives its family and rank: ``rank``, perhaps ``_`` or ``-``,
-a number, and ``.pt``, ``.pth`` or ``.bin``; ``world_size_W_`` may precede it. The rest in front
-is the family and must be empty or end in ``_``, ``-`` or ``.``. So ``model_world_size_4_rank_2.pt``
-(verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is rank 2 of the family without a
-name. The family ``model`` is read if there is one, else the only family; other families are
-listed among the extras. The path of a file stands for its family.
+**Names.** A name is ``FAMILY[world_size_W_]rank[_|-]N.(pt|pth|bin)``: file N of the W files of a
+family. ``FAMILY`` is empty or ends in ``_``, ``-`` or ``.``. So ``model_world_size_4_rank_2.pt``
+(verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is rank 2 of a family without a
+name. Of several families in a directory, ``model`` is read; the files of the others are listed as
+not read. To read another family, name any of its files.
 
-**Ranks.** All W files must exist. If names do not have W, it is one more than the largest rank in
-the names or in any mesh.
+**Ranks.** All W files must exist. If names do not have W, the number of ranks is one more than the
+largest rank in the names or in any mesh.
 
 **Tensors.** The part of a DTensor on a rank follows from the mesh, the placements and the shard
 order saved with it (FSDP2, tensor parallel, both (``_StridedShard``), HSDP, pending sums). Plain
-tensors must be whole and equal on all ranks. All ranks must agree on names, shapes, dtypes and
-placements, and every copy is kept for comparison. torch records in each mesh which rank saved it,
-so swapped files are detected; if only plain tensors were saved, their order does not matter.
+tensors must be complete and equal on all ranks. All ranks must agree on names, shapes, dtypes and
+placements. Copies on several ranks are compared. torch records in each mesh which rank saved it, so
+swapped files are detected; files of plain tensors alone are equal, so swapping does not matter.
 """
 
 import re
@@ -56,7 +55,7 @@ _AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
-    """Name of a file, and the rank and number of ranks in it; None if it lacks the number."""
+    """Name of a file, the rank in it, and the number of ranks in it, or None."""
 
     name: str
     world: int | None
@@ -78,9 +77,9 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
             families.setdefault(of, []).append(file)
     if family is None and len(families) > 1:
         raise CheckpointError(
-            f"{directory}: has files of several families ("
-            f"{', '.join(files[0].name for files in families.values())}); name a file of the one "
-            "to read instead of the directory"
+            f"{directory}: has rank files of several families "
+            f"({', '.join(files[0].name for files in families.values())}); instead of the "
+            "directory, name one file of the family to read"
         )
     family = next(iter(families)) if family is None else family
     files = sorted(families.pop(family), key=lambda file: file.rank)
@@ -88,8 +87,8 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     if more:
         sizes = sorted("an unknown number of" if n is None else str(n) for n in (world, *more))
         raise CheckpointError(
-            f"{directory}: {files[0].name} and others like it are of saves by "
-            f"{' and '.join(sizes)} ranks; move all but one save away"
+            f"{directory}: {files[0].name} and others are of saves by {' and '.join(sizes)} ranks; "
+            "move all but one save away"
         )
     if world is not None:
         _check_ranks(directory, files, world)
@@ -100,8 +99,8 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     for name in (name for tensors in distinct.values() for name in tensors):
         if name.rpartition(".")[2].endswith("_flat_param"):
             raise CheckpointError(
-                f"{states[0].path}: {shown(name)} is a flat parameter of FSDP1, and no file says "
-                "the shapes in it; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+                f"{states[0].path}: {shown(name)} is a flat parameter of FSDP1, and no file "
+                "records its shapes; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
             )
     placed = (tensor.placed for tensors in distinct.values() for tensor in tensors.values())
     meshes = {id(at.mesh): at.mesh for at in placed if at is not None}
@@ -177,14 +176,14 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
 
 
 def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
-    """Return the directory of a file, and its pickle."""
+    """Return the zip directory of a `torch.save` file, and the bytes of its pickle."""
     with path.open() as file:
         archive = read_torch_zip(file)
         return archive, archive.pickle(file)
 
 
 def _merged_extras(states: Sequence[RankState]) -> dict[str, object]:
-    """Return the plain values by name: one value that all ranks share, or one per rank."""
+    """Return the plain values by name: one if all ranks agree, else one per rank."""
     extras: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
@@ -204,7 +203,7 @@ _Groups: TypeAlias = Sequence[Sequence[RankState]]
 
 
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of every tensor in each group; plain tensors are on `everywhere`."""
+    """Return each tensor's layout per group; plain tensors are replicated on `everywhere`."""
     first = groups[0][0]
     torch_states.check_same_names((group[0].path, group[0].tensors) for group in groups)
     made: dict[Hashable, Layout] = {}
@@ -239,33 +238,33 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
             if layout is not of_groups[0] and str(layout) != str(of_groups[0]):
                 raise CheckpointError(
                     f"tensor {name!r} is {of_groups[0]} in {first.path}, but {layout} in "
-                    f"{group[0].path}; the files are not of one save"
+                    f"{group[0].path}; the files are of different saves"
                 )
     return layouts
 
 
 def _check_part(state: RankState, name: str, layout: Layout) -> None:
-    """Check that a rank could have saved the part of a DTensor in its file."""
+    """Check that the shard of a DTensor in a rank's file has the shape that `layout` gives it."""
     local, placed = state.tensors[name].shape, state.tensors[name].placed
     saver = None if placed is None else placed.saver
     if saver is not None or state.rank not in layout.mesh:
         wrote = f"ranks {shown(list(layout.mesh.ids))}" if saver is None else f"rank {saver}"
         raise CheckpointError(
             f"{state.path}: tensor {name!r} was saved by {wrote}, not by rank {state.rank} as the "
-            "name of the file says; the file belongs elsewhere, restore its name"
+            "name of the file says; restore the name of the file"
         )
     expected = layout.local_shape(state.rank)
     if expected != local:
         raise CheckpointError(
             f"{state.path}: rank {state.rank} has a part of shape {list(local)} of tensor "
-            f"{name!r}, but of {layout} it has {list(expected)}; the file contradicts itself"
+            f"{name!r}, but by {layout} it should have {list(expected)}; the file is inconsistent"
         )
 
 
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return the spec of a tensor on the mesh of all ranks; its own mesh may be a slice of it.
+    """Return the spec of a tensor on the mesh of all ranks, from layouts on slices of that mesh.
 
     Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """
@@ -349,7 +348,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         return catalog.StoredTensor(name, *facts, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
-        """Return the tensor's places in the storages of the ranks."""
+        """Return the positions of the tensor's bytes in the storages of all ranks."""
         tensors = [group[0].tensors[name] for group in self._groups]
         return tuple(
             None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors

@@ -143,8 +143,8 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     numbers = packed(dtype)
     if len(shape) > MAX_DIMS or (numbers > 1 and (not shape or shape[-1] % numbers)):
         raise DTypeError(
-            f"has {len(shape)} dims {shown(list(shape))}; at most {MAX_DIMS} make sense, and the "
-            f"last dim of {code} should be a multiple of {numbers}"
+            f"has {len(shape)} dims {shown(list(shape))}; give at most {MAX_DIMS} dims, the last a "
+            f"multiple of {numbers} for {code}"
         )
     if numbers > 1:
         shape = (*shape[:-1], shape[-1] // numbers)
@@ -152,7 +152,7 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the bytes before the data of a file, as safetensors writes them, and the header.
+    """Return the encoded header with its length, as safetensors writes it, and the `Header`.
 
     Raises CheckpointError for a name or shape that the format cannot express.
 
@@ -206,7 +206,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 
 def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files with whole tensors."""
+    """Return the catalog of safetensors files; each tensor is complete in one of them."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
     metadata: dict[str, tuple[str, StoragePath]] = {}
@@ -215,8 +215,8 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
-                    f"{path}: has the tensors of one rank, which may be parts; name its directory, "
-                    f"{path.parent}"
+                    f"{path}: has the tensors of one rank, which may be shards; name its "
+                    f"directory, {path.parent}"
                     if place == path
                     else f"{place}: has no sharding_info.json, which is written last; the save did "
                     "not finish; save again"
@@ -228,7 +228,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                 if name in home:
                     raise CheckpointError(
                         f"{place}: {home[name].name} and {path.name} both have tensor {name!r}, "
-                        "and no index says which counts; name the file to read, or move the other "
+                        "and no index says which to read; name the file to read, or move the other "
                         "away"
                     )
                 home[name] = path
@@ -258,7 +258,7 @@ def _unsharded_header(path: StoragePath) -> Header:
 
 
 def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
-    """Return a header, and name -> offsets in the global tensor; None if it records none.
+    """Return a header, and name -> offsets in the global tensor; None without offsets.
 
     Offsets are JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
@@ -323,7 +323,7 @@ def agreed_metadata(source: Catalog, output: Wanted) -> dict[str, str]:
 
 
 def _open(path: StoragePath, _: OpenOptions) -> Catalog:
-    """Read the header of one safetensors file."""
+    """Return the catalog of one safetensors file; reads its header."""
     check_alone(path)
     return open_files(path, ModelFiles({path: frozenset()}))
 

@@ -2,8 +2,8 @@
 
 Parts have an index, or numbered names as ``pytorch_model-00001-of-00002.bin``. The index,
 ``pytorch_model.bin.index.json``, follows the rules of ``model.safetensors.index.json``: every
-listed tensor must be in its file, and the reverse. A file with DTensors is the part of one rank. It
-is read alone only if the part is the full tensor, as on a mesh of one device.
+listed tensor must be in the listed file, and every tensor of a file must be listed. A file with
+DTensors has the shards of one rank. It is read alone only if a shard is the full tensor.
 """
 
 import re
@@ -70,7 +70,7 @@ def open_torch_file(path: StoragePath) -> Catalog:
 
 
 def _open(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Read a file, or the files of an index, or those of the model in a directory."""
+    """Return the catalog of a file, of the files of an index, or of the model in a directory."""
     if place.is_dir():
         return _opened(place, find_bins(place))
     if is_bin_index(place.name):
@@ -78,14 +78,14 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
     with place.open() as file:
         if file.read(0, min(file.num_bytes, len(_OLD))) == _OLD:
             raise CheckpointError(
-                f"{place}: is in the format that torch.save had before torch 1.6, which cannot be "
-                "read in place; load it with torch.load(weights_only=True) and save it again"
+                f"{place}: is in the format of torch.save before torch 1.6, which cannot be read; "
+                "load it with torch.load(weights_only=True) and save it again"
             )
     return open_torch_file(place)
 
 
 def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files with whole tensors."""
+    """Return the catalog of `torch.save` files; each tensor is complete in one of them."""
     tensors: dict[str, StoredTensor] = {}
     extras: dict[str, object] = {}
     keys: dict[str, KeyPath] = {}
@@ -100,14 +100,14 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             shape, global_shape = tensor.local.shape, tensor.local.global_shape
             if shape != global_shape:
                 raise CheckpointError(
-                    f"{path}: has a part of shape {list(shape)} of tensor {name!r} of shape "
+                    f"{path}: has a shard of shape {list(shape)} of tensor {name!r} of shape "
                     f"{list(global_shape)}; name the directory with the files of all ranks, such "
                     "as model_world_size_4_rank_0.pt"
                 )
             if name in tensors:
                 raise CheckpointError(
-                    f"{path}: has tensor {name!r}, which another file of the same model has "
-                    "too; move the one that is of another save away"
+                    f"{path}: another file of the same model also has tensor {name!r}; move the "
+                    "file of the other save away"
                 )
             tensors[name] = whole_tensor(name, path, tensor)
         extras.update(

@@ -74,7 +74,7 @@ class PendingSave:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until all ranks have written and the save is published; raise its error if any."""
+        """Wait until all ranks have written and the save is complete; raise its error, if any."""
         self._done.wait()
         self._heard = True
         if self._error is not None:
@@ -106,7 +106,7 @@ def _report_unheard() -> None:
         os._exit(1)  # an atexit function cannot set the exit code in another way
 
 
-def copied(what: Described) -> Described:
+def copied(state: Described) -> Described:
     """Return a copy of a state dict in host memory."""
     import torch
 
@@ -119,10 +119,10 @@ def copied(what: Described) -> Described:
             copies[id(shard)] = new.copy_(shard.detach())
         return copies[id(shard)]
 
-    shards = {name: {d: copy(s) for d, s in of.items()} for name, of in what.shards.items()}
-    flat = what.flat
-    kept = replace(flat, tensors={}, values=deepcopy(flat.values))
-    return replace(what, flat=kept, shards=shards)
+    shards = {name: {d: copy(s) for d, s in of.items()} for name, of in state.shards.items()}
+    flat = state.flat
+    values = replace(flat, tensors={}, values=deepcopy(flat.values))
+    return replace(state, flat=values, shards=shards)
 
 
 class BackgroundCommunicator(Communicator):
@@ -161,7 +161,7 @@ class BackgroundCommunicator(Communicator):
         return {device: pickle.loads(row[:size].tobytes()) for device, row, size in pairs}
 
     def _all(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Return the tensors of all ranks, one per row."""
+        """Gather a tensor from every rank; return them stacked, in the order of ranks."""
         import torch
 
         out = [torch.empty_like(value) for _ in self._ids]

@@ -124,7 +124,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    wanted = Choice(dtype=dtype, **selection)
+    full_choice = Choice(dtype=dtype, **selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # a rank without shards cannot tell which ranks take part
@@ -137,7 +137,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job, all ranks fail together if one of them cannot open the checkpoint.
         source, choice = agree(
-            chosen, lambda: _opened(directory, names, wanted, all_of_it=into is None)
+            chosen, lambda: _opened(directory, names, full_choice, all_of_it=into is None)
         )
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -168,7 +168,7 @@ def _opened(
 
 
 class Reading(NamedTuple):
-    """Tensors to read, and their destinations."""
+    """Tensors to read from a checkpoint, and the shards or layouts to fill."""
 
     source: Catalog
     names: Mapping[str, str]
@@ -183,33 +183,33 @@ class Reading(NamedTuple):
 
 
 def _selected(source: Catalog, choice: Choice) -> list[OutputTensor]:
-    wanted = select(source, choice) if source.names else []
+    tensors = select(source, choice) if source.names else []
     if choice.dtype is not None:
-        refuse_casts(source, [tensor.source for tensor in wanted], dtype_name(choice.dtype))
-    return wanted
+        refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
+    return tensors
 
 
 def _plan_by_rules(
     source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
 ) -> Reading:
-    wanted = _selected(source, choice)
-    old = {tensor.name: tensor.source for tensor in wanted}
+    tensors = _selected(source, choice)
+    old = {tensor.name: tensor.source for tensor in tensors}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
-    renamed, values, kept = dict(old), {}, {}
+    renamed, values, unchanged = dict(old), {}, {}
     if source.facts.restored:
         for name, new in plain_names(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
-                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
-                    "them apart"
+                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; give "
+                    "them different names"
                 )
             renamed[new], values[new] = name, source.extras[name]
-        kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
+        unchanged = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
     paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
-    paths |= kept
+    paths |= unchanged
     # Raises for names such as "a" and "a.b" before anything is read.
     unflatten(paths, lambda _: None)
-    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    layouts = layouts_by_rules(mesh, rules, tensors, as_saved)
     check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
     return Reading(source, old, layouts, paths=paths, values=values)
 
@@ -223,8 +223,8 @@ def _spec_as_saved(
         if replicated:
             return ShardingSpec(len(tensor.shape))
         raise LayoutError(
-            f"tensor {tensor.source!r} was saved without a spec; give rules for how to shard "
-            "tensors; a tensor without a matching rule is then replicated"
+            f"tensor {tensor.source!r} was saved without a spec; give rules with specs; tensors "
+            "without a matching rule are then replicated"
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
@@ -242,9 +242,9 @@ def _plan_into(
     source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
 ) -> Reading:
     state = rank_state.describe(into, communicator)
-    wanted = _selected(source, choice)
-    names = {tensor.name: tensor.source for tensor in wanted}
-    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
+    tensors = _selected(source, choice)
+    names = {tensor.name: tensor.source for tensor in tensors}
+    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
     values = {new: source.extras[name] for name, new in plain_names(source.extras, choice).items()}
     # Other formats store a list of dicts as one value.
     values |= spread(values, {})[0]
@@ -260,8 +260,8 @@ def _plan_into(
                 and name not in source.facts.dropped
             ):
                 raise CheckpointError(
-                    f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
-                    "into, exclude it, or rename one"
+                    f"{source.directory}: has no {kind} {name!r}; remove it from the state dict, "
+                    "exclude it, or rename it"
                 )
     layouts = {name: layout for name, layout in state.layouts.items() if name in names}
     for name, layout in layouts.items():
@@ -269,7 +269,7 @@ def _plan_into(
         if (shape, dtype) != (layout.global_shape, layout.dtype):
             raise CheckpointError(
                 f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-                f"checkpoint has {list(shape)} {dtype}; make them alike"
+                f"checkpoint has {list(shape)} {dtype}; load into a tensor of that shape and dtype"
             )
         if layout.spec.partials:
             raise LayoutError(
@@ -340,7 +340,7 @@ def read_shards(
 def _fill(
     shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
 ) -> None:
-    """Read a box into a tensor, directly into its memory if it is contiguous on the CPU."""
+    """Read a box into a shard, directly into memory if the shard is contiguous on the CPU."""
     import torch
 
     if not box_size(box):

@@ -1,4 +1,4 @@
-"""Plans and executes resharding from checkpoint files, and writes transfers for other tools."""
+"""Plans how devices read a checkpoint, runs such plans, and exports the copies for other tools."""
 
 import io
 import json
@@ -109,8 +109,8 @@ class CheckpointReader:
             with chosen.telling():
                 if state:
                     raise LayoutError(
-                        f"a plan that {self} takes nothing else; pass an empty state dict, as in "
-                        "plan.run({})"
+                        f"a plan that {self} takes no tensors; pass an empty state dict: "
+                        f"plan.run({{}})"
                     )
                 into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
@@ -169,7 +169,7 @@ class CheckpointReader:
         for name, layout in layouts.items():
             if described.layouts[name] != layout:
                 raise LayoutError(
-                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"out[{name!r}] has layout {described.layouts[name]}, but the plan has "
                     f"{layout}; pass a tensor with the plan's layout"
                 )
         _check_apart(described.shards)
@@ -177,7 +177,7 @@ class CheckpointReader:
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
-    """Refuse to fill tensors that partially overlap; tied ones share all their memory."""
+    """Raise LayoutError if tensors to fill partially share memory; tied tensors share all of it."""
     from shardspec.resharding.inputs import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
@@ -203,7 +203,7 @@ class StoredPlan(NamedTuple):
     """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
-    """Last of the maps, if any; the earlier ones are applied in `source`."""
+    """The last name map, if any; `source` already has the earlier ones applied."""
     files: dict[int, str]
     """File names by number."""
 

@@ -87,8 +87,8 @@ def plan_reshard(
         return plan_load(storage_path(source), target, one, dtype, max_bytes, drop)
     if quantizes or isinstance(source, str | PurePath):
         raise LayoutError(
-            "a plan that quantizes, and one of several maps from a checkpoint, needs one "
-            "NameMap or a dict as names="
+            "names= has several maps; a plan that quantizes or reads a checkpoint takes one "
+            "NameMap or dict"
         )
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop, links=links)
     dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}

@@ -1,7 +1,7 @@
-"""Saves checkpoints: each rank writes one file of shards, and the sharding info comes last.
+"""Saves checkpoints: each rank writes one file of shards; `sharding_info.json` is written last.
 
-A save has five steps: describe the state dict, compare replicas, claim the directory, write the
-files, publish the info. After each step all ranks continue or fail together.
+A save has five steps: describe the state dict, compare replicas, lock the directory, write the
+files, write `sharding_info.json`. After each step all ranks continue or fail together.
 """
 
 import errno
@@ -82,8 +82,8 @@ def save_sharded(
 ) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
-    Each rank writes one file with its boxes; one rank writes each replicated box. The sharding info
-    is written when all files are on the disk, so a directory without it is an unfinished save.
+    Each rank writes one file with its boxes; one rank writes each replicated box. Last, when these
+    files are on the disk, `sharding_info.json` is written: without it the save is unfinished.
     Pending reductions are saved unreduced, addend by addend.
 
     Parameters
@@ -177,16 +177,16 @@ def save_sharded(
         if replicas not in ("equal", "first"):
             raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
         wait_for_open()
-        what = agree(chosen, described)
+        state = agree(chosen, described)
         tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
         save = tokens[mesh.ids[0]]
         if not asynchronous:
-            save_to(what, save, chosen)
+            save_to(state, save, chosen)
             return None
-        what = agree(chosen, lambda: copied(what))
+        state = agree(chosen, lambda: copied(state))
         alone = set(chosen.addressable) == set(mesh.ids)
         talking = chosen if alone else BackgroundCommunicator(chosen, save)
-        return PendingSave(lambda: save_to(what, save, talking), talking)
+        return PendingSave(lambda: save_to(state, save, talking), talking)
 
 
 def _save(
@@ -195,34 +195,34 @@ def _save(
     replicas: Replicas,
     digests: StoragePath | None,
     progress: Progress | None,
-    what: Described,
+    state: Described,
     save: str,
     chosen: Communicator,
 ) -> None:
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
-    rank_state.check_same_state(what, chosen, replicas, digests)
+    rank_state.check_same_state(state, chosen, replicas, digests)
     if replicas == "equal":
-        rank_state.check_replicas_of_ranks(what, chosen)
+        rank_state.check_replicas_of_ranks(state, chosen)
     # The system unlocks the directory when a process is killed.
     with ExitStack() as lock:
         locked = agree(chosen, lambda: leader and _claim(path, overwrite, lock))
-        boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
+        boxes = assign_boxes(mesh, state.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
         own = {rank: boxes[rank] for rank in mine}
         names = [native.shard_name(rank, save) for rank in mine]
         sums = {
             name: TensorDigest(layout.dtype, layout.global_shape)
-            for name, layout in (() if digests is None else what.layouts.items())
+            for name, layout in (() if digests is None else state.layouts.items())
         }
         try:
-            written = agree(chosen, lambda: _write_shards(path, own, what, save, sums, progress))
+            written = agree(chosen, lambda: _write_shards(path, own, state, save, sums, progress))
             digested = None if digests is None else add_up(sums, chosen)
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
-            flat = what.flat
-            info = native.ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
+            flat = state.flat
+            info = native.ShardingInfo(save, mesh, state.layouts, files, flat.values, flat.paths)
         except BaseException:
             _remove(path, names)
             raise
@@ -242,7 +242,7 @@ def _save(
 
 
 def _check_free(path: StoragePath) -> None:
-    """Refuse a directory with a finished save."""
+    """Raise OutputExistsError if a directory contains a finished save."""
     if (path / INFO_NAME).taken():
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with ",
@@ -269,7 +269,7 @@ def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
 def _write_shards(
     path: StoragePath,
     boxes: Mapping[int, Sequence[BoxEntry]],
-    what: Described,
+    state: Described,
     save: str,
     sums: dict[str, TensorDigest],
     progress: Progress | None,
@@ -282,14 +282,14 @@ def _write_shards(
     path.make_directory()
     tensors = {
         name: OutputTensor(name, name, layout.global_shape, layout.dtype)
-        for name, layout in what.layouts.items()
+        for name, layout in state.layouts.items()
     }
     written = {}
     files = {rank: native.shard_file(tensors, boxes[rank], rank, save) for rank in boxes}
     shown = _shown(progress, sum(file.num_bytes for file in files.values()))
     for rank, entries in boxes.items():
         file, crcs = files[rank], dict[tuple[str, Box], int]()
-        pieces = shown(_pieces(file, rank, what, crcs, sums))
+        pieces = shown(_pieces(file, rank, state, crcs, sums))
         place = path / file.name
         place.write(file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
@@ -298,7 +298,7 @@ def _write_shards(
 
 
 def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
-    """Return a function that yields pieces unchanged and reports the bytes so far."""
+    """Return a function that passes pieces of files on, and reports their bytes to `progress`."""
     done = 0
 
     def passed_on(pieces: Pieces) -> Pieces:
@@ -315,7 +315,7 @@ def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
 def _pieces(
     file: OutputFile,
     rank: int,
-    what: Described,
+    state: Described,
     crcs: dict[tuple[str, Box], int],
     sums: dict[str, TensorDigest],
 ) -> Pieces:
@@ -323,7 +323,7 @@ def _pieces(
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
         crc = at = 0
-        for piece in what.bytes_of(tensor.name, rank, box):
+        for piece in state.bytes_of(tensor.name, rank, box):
             crc = crc32(piece, crc)
             if tensor.name in sums:
                 sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, at)
@@ -333,7 +333,7 @@ def _pieces(
 
 
 def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
-    """Write the sharding info, which completes the save; return the files of the older one."""
+    """Write `sharding_info.json`, which completes the save; return the files of the older save."""
     for file in info.files:
         place = path / file.name
         entry, why = None, os.strerror(errno.ENOENT)
@@ -360,7 +360,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of older saves that no info lists anymore, identified by names and headers."""
+    """Yield files of older saves that `sharding_info.json` does not list, by names and headers."""
     for name in names:
         if is_temporary(name):
             yield name
@@ -379,7 +379,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files that no info lists; a file that cannot be removed only takes space."""
+    """Remove files of older saves; a file that cannot be removed only takes space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

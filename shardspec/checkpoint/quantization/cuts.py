@@ -1,4 +1,4 @@
-"""Rejects casts and cuts that would corrupt quantized tensors, before anything is written."""
+"""Rejects casts and shardings that would corrupt quantized tensors, before anything is written."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -18,7 +18,7 @@ from shardspec.text import Argument, TextPart
 
 
 def quantized_in(source: Catalog) -> Quantized:
-    """Return the quantized tensors of a checkpoint; for a mapped one, those that it maps."""
+    """Return the quantized tensors of a checkpoint; of a mapped checkpoint, those of the source."""
     while isinstance(source, MappedCatalog):
         source = source.base
     outlines = map(source.outline, source.names)
@@ -56,8 +56,8 @@ def refuse_codes(dtype: str) -> None:
 def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
     for name in sorted(why.keys() & {*names}):
         raise DTypeError(
-            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and a cast "
-            "would corrupt codes and scales; leave out ",
+            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and a cast would "
+            "corrupt codes and scales; omit ",
             Argument("dtype"),
             f", {remedy}, or dequantize first with the tool that wrote them",
         )
@@ -72,7 +72,7 @@ def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: Text
 def check_blocks(
     source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
-    """Refuse layouts, by name, that cut codes inside blocks, or scales differently from codes.
+    """Refuse layouts that split blocks of codes, or shard scales differently from codes.
 
     Codes that a map changes may not be cut at all, unless it only renames them.
     """
@@ -100,24 +100,24 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
     for dim, (size, side) in enumerate(zip(layout.global_shape, blocks.sides, strict=True)):
         for lo, hi in _cuts(layout, dim) if side > 1 else ():
             if lo % side or (hi % side and hi != size):
-                place, remedy = "codes that are not cut along this dim", "replicate it"
+                place, remedy = "codes that cannot be split along this dim", "replicate it"
                 if side < size:
                     place = f"a block of {side} elements that share a scale"
-                    remedy = f"cut at multiples of {side}, as {_in_blocks(layout, dim, side)}"
+                    remedy = f"split at multiples of {side}, as {_in_blocks(layout, dim, side)}"
                 raise LayoutError(
-                    f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
-                    f"{place}; cut another dim, or {remedy}"
+                    f"tensor {name!r}: spec {layout.spec} splits dim {dim} at {lo}:{hi}, inside "
+                    f"{place}; shard another dim, or {remedy}"
                 )
     scales = layouts.get(blocks.scales)
     if scales is not None and not _same_cuts(layout, scales, blocks.sides):
         raise LayoutError(
-            f"tensor {name!r}: spec {layout.spec} cuts it unlike {scales.spec} of its scales "
-            f"{blocks.scales!r}; cut both in the same way, or replicate the scales"
+            f"tensor {name!r}: spec {layout.spec} does not match {scales.spec} of its scales "
+            f"{blocks.scales!r}; shard both in the same way, or replicate the scales"
         )
 
 
 def _in_blocks(layout: Layout, dim: int, side: int) -> str:
-    """Return the spec with cuts of a dim at multiples of a side."""
+    """Return the text of the spec with a dim split only at multiples of `side`."""
     cut = layout.spec.dim_specs[dim]
     blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
     return str(layout.spec.with_dims({dim: blocks}))
@@ -125,7 +125,7 @@ def _in_blocks(layout: Layout, dim: int, side: int) -> str:
 
 @lru_cache(1024)
 def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
-    """Return the distinct intervals of a dim on devices, without empty ones."""
+    """Return the distinct nonempty intervals into which devices divide a dim."""
     if not layout.spec.dim_specs[dim].axes:
         return []
     every = {each for device in layout.mesh.ids for each in layout.intervals(device)[dim]}
@@ -152,7 +152,7 @@ def _non_empty(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
-    """Return the layout of scales that follows from that of codes; None if it cuts blocks.
+    """Return the layout of scales that follows from the layout of codes; None if it splits blocks.
 
     `sides` are the sizes of a block along the last dims.
 

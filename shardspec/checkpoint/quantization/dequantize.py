@@ -57,7 +57,7 @@ def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
 
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
-    """Return a table of the numbers of all 8-bit codes."""
+    """Return the number that each 8-bit code of a dtype stands for."""
     values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
     return values
 
@@ -211,7 +211,7 @@ class _Numbers(ComputedMatrices):
             out[:] = made[:, column - lo * MX :][:, : out.shape[1]]
 
     def _grid(self, matrix: int) -> NDArray[np.float32]:
-        """Return the scales of a matrix."""
+        """Return the scales of one of the stacked matrices."""
         tensor, grid = self._scales.tensor, self._weight.grid
         if tensor.shape == (*self._weight.lead, *grid):
             raw = self._scales.rows(matrix, 0, grid[0])
@@ -282,9 +282,9 @@ def dequantized(
         elif result is not None and (choice is None or choice.wants(name)):
             raise QuantizedError(
                 f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantized "
-                f"({quantized.why[name]}), and {result}; leave out ",
+                f"({quantized.why[name]}), and {result}; omit ",
                 Argument("dtype"),
-                ", exclude these tensors, or mend the checkpoint",
+                ", exclude these tensors, or repair the checkpoint",
             )
     if not weights:
         return source

@@ -1,7 +1,7 @@
 """Computes tensors from other tensors while they are read, part by part.
 
-Readers treat them like stored tensors. Results are cached, since they are computed in larger parts
-than they are read.
+Readers treat computed tensors like stored ones. Results are cached, since a computed part is larger
+than a part that is read.
 """
 
 from abc import ABC, abstractmethod
@@ -63,7 +63,7 @@ class Recent:
 
 
 class Source:
-    """Reads ranges of rows of a tensor: it is a stack of matrices over the last dims."""
+    """Reads ranges of rows of a tensor, seen as stacked matrices over the last two dims."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -95,7 +95,7 @@ class Source:
 
 
 def as_matrices(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor of fewer than two dims as a matrix, others as they are."""
+    """Return a tensor of fewer than two dims as a matrix; other tensors are unchanged."""
     more = (1,) * (2 - len(tensor.shape))
     boxes = (
         replace(
@@ -109,7 +109,7 @@ def as_matrices(tensor: StoredTensor) -> StoredTensor:
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
-    """Return file -> number of bytes of these tensors in it."""
+    """Return file -> number of bytes of these tensors in the file."""
     sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
@@ -132,7 +132,7 @@ class ComputedMatrices(ABC):
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """File that it is computed from -> bytes in it."""
+        """Source file -> bytes read from it."""
         return self._reads
 
     @abstractmethod
@@ -181,7 +181,7 @@ class ComputedMatrices(ABC):
         np.copyto(block, np.ndarray(counts, self._type, made.data, first, made_strides))
 
     def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with rows of consecutive matrices."""
+        """Fill `out` with rows that may belong to several consecutive matrices."""
         filled = 0
         while filled < len(out):
             matrix, first = divmod(row + filled, self.rows)
@@ -220,7 +220,7 @@ class Recast(ComputedMatrices):
     def parts(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield ranges of rows of a part, which starts at a row and a column, and their numbers."""
+        """Yield (range of rows, numbers) of the part of a matrix from a row and a column on."""
         raw = self._source.rows(matrix, row, row + shape[0], ((column, column + shape[1]),))
         for rows in strips(*shape):
             made = numbers(raw[rows].reshape(-1).view(np.uint8), self._source.tensor.dtype)
@@ -258,7 +258,7 @@ class ComputedCatalog(DerivedCatalog):
         made: ComputedMatrices,
         strides: tuple[int, ...] | None = None,
     ) -> StoredTensor:
-        """Return a computed tensor; most of its bytes come from `source`."""
+        """Return a tensor that `made` computes; most of the bytes it needs come from `source`."""
         if 0 in shape:
             return StoredTensor(name, shape, dtype, spec, (), ())
         first = source.boxes[0]

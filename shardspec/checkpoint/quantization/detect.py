@@ -48,12 +48,12 @@ _OF_COMPUTED: Final = re.compile(
 
 
 class Blocks(NamedTuple):
-    """Positions where codes may be cut."""
+    """Block sizes of codes, between which a dim may be split."""
 
     sides: Shape
-    """Block size per dim: cuts are at multiples of it, or at the end."""
+    """Block size per dim: codes may be split at multiples of it."""
     scales: str = ""
-    """Name of the tensor with one number per block or row; empty if it is not cut."""
+    """Name of the tensor with one number per block or row; empty if none must be sharded."""
 
 
 class Quantized(NamedTuple):
@@ -140,7 +140,7 @@ def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
 
 
 def _blocks(weight: Coded, shape: Shape) -> Blocks:
-    """Return the block boundaries of codes of a known scheme."""
+    """Return the blocks of codes whose scheme is known."""
     lead = tuple(1 for _ in weight.lead)
     if weight.scheme.codes == "_blocks":
         return Blocks((*lead, 1, 1, shape[-1]))

@@ -1,4 +1,4 @@
-"""Plans resharding that quantizes: on senders cut at block boundaries, else on receivers."""
+"""Plans resharding that quantizes: before sending if shards start at block borders, else after."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,15 +146,16 @@ def plan_quantized(
             if (requested := scale_layouts.pop(scales, grid)) != grid:
                 raise LayoutError(
                     f"tensor {scales!r} is computed from {name!r}, with layout {grid}, but the "
-                    f"target has {requested}; remove it from the target, or give both one layout"
+                    f"target has {requested}; remove it from the target, or give it the first "
+                    "layout"
                 )
             receivers.append(name)
             moves += group
         else:
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
-                f"the target cuts {list(after.global_shape)} at multiples of {_SIDE} (one scale); "
-                "cut one of them there, or leave out dtype="
+                f"the target splits {list(after.global_shape)} at multiples of {_SIDE} (a scale "
+                "per block); change one spec, or omit dtype="
             )
     if scale_layouts:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(scale_layouts))])}")
@@ -206,13 +207,13 @@ def _without_scales(
 
 
 def _everywhere(weight: Layout, scales: Layout) -> Layout:
-    """Return a layout with all scales on every device, for a weight cut inside blocks."""
+    """Return a layout with all scales on every device, for a weight that is split inside blocks."""
     shape = scales.global_shape
     return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 
 
 def _grid(weight: Layout) -> Layout | None:
-    """Return the layout of a weight's scales; None if it is cut inside blocks."""
+    """Return the layout of a weight's scales; None if shards begin or end inside blocks."""
     return grid_layout(weight, (_SIDE, _SIDE))
 
 
@@ -231,7 +232,7 @@ def _shards(name: str, value: object, layout: Layout) -> "dict[int, torch.Tensor
 
 
 def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[Any, Any]:
-    """Return a weight as a DTensor of codes and one of scales."""
+    """Quantize a weight; return a DTensor of codes with `layout`, and one of scales with `grid`."""
     from shardspec.tensor.dtensor import DTensor
 
     pairs = {d: _in_blocks(name, shard) for d, shard in _shards(name, value, layout).items()}
@@ -244,7 +245,7 @@ def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[
 
 
 def _in_blocks(name: str, weight: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return codes and scales of a shard, as `merge` makes them."""
+    """Quantize a shard; return its codes and scales, equal to those that `merge` writes."""
     import torch
 
     high, wide = weight.shape[-2:]

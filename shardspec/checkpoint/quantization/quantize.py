@@ -80,7 +80,7 @@ def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> ND
     most: NDArray[np.float32] = sizes.view(np.float32)
     if not np.isfinite(most).all():
         raise CheckpointError(
-            f"{where} has NaN or infinity, which no scale fits; correct the weights, or leave out "
+            f"{where} has NaN or infinity, which no scale fits; correct the weights, or exclude "
             "the tensor"
         )
     return most
@@ -343,8 +343,8 @@ def quantized_as(
     weights, unquantized = _weights(source, selected, how, config)
     if not weights:
         raise CheckpointError(
-            f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
-            "to quantize with ",
+            f"{source.directory}: no tensor is recognized as the weight of a linear layer; name "
+            "tensors to quantize with ",
             Argument("quantize_include"),
         )
     replaced = {*source.names} - {*selected} | {weight.source for weight in weights}
@@ -366,7 +366,7 @@ def quantized_as(
 def _weights(
     source: Catalog, names: Iterable[str], how: Quantize, config: Mapping[str, object] | None
 ) -> tuple[list[_Weight], list[str]]:
-    """Return the weights to quantize, and the modules of other matrices."""
+    """Return the weights to quantize, and the names of modules with other matrices."""
     linear = LinearLayers(config or {})
     gpt_oss = linear.model_type == "gpt_oss"
     configs = [*sections(source.home), *sections_of(config)]

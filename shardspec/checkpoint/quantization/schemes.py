@@ -251,7 +251,7 @@ def _fitted(name: str, weight: str, shape: Shape, scheme: Scheme) -> Coded | Non
 
 
 def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | None:
-    """Return the reason why scales do not fit codes."""
+    """Return the reason why the scales do not fit the codes; None if they fit."""
     scheme = weight.scheme
     if weight.scales not in tensors:
         return f"its scales {shown(weight.scales)} are missing"

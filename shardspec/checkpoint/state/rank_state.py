@@ -52,7 +52,7 @@ class Described:
 
 
 def communicator_of_state(state_dict: Mapping[str, Any], *, alone: bool = False) -> Communicator:
-    """Return the communicator of a state dict: that of the largest mesh; others are its slices.
+    """Return the communicator of a state dict's largest mesh; other meshes are slices of it.
 
     Without DTensors it is that of the job or, if `alone`, of this process. Errors are raised on all
     ranks of the job.
@@ -119,7 +119,7 @@ def _shards_of(
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:
-    """Refuse tensors whose elements are not stored densely in memory."""
+    """Raise CheckpointError for a sparse, nested, quantized or other tensor that is not dense."""
     import torch
 
     remedy = ""
@@ -137,7 +137,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def _state_facts(described: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return description -> text for each fact that ranks must agree on."""
+    """Return subject -> text for each fact on which ranks must agree."""
     at = {name: f" at {path}" for name, path in described.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"

@@ -46,7 +46,7 @@ class FlatState:
     values: Mapping[str, object]
     """Plain values."""
     paths: Mapping[str, KeyPath]
-    """Nested keys by name; a name that is itself the only key is missing."""
+    """Nested keys by name; names of top-level entries are omitted."""
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
@@ -112,8 +112,8 @@ def spread(
             inner = name if path == at else dotted_name(path)
             if inner in parts_by_name:
                 raise CheckpointError(
-                    f"two values would both be named {inner!r}, that at {keys_text(path)} and "
-                    "another; exclude one"
+                    f"two values, at {keys_text(path)} and elsewhere, would both be named "
+                    f"{inner!r}; exclude one"
                 )
             parts_by_name[inner] = part
             if path != (inner,):
@@ -124,7 +124,7 @@ def spread(
 
 
 def saved_leaves(value: object, path: KeyPath) -> list[tuple[KeyPath, object]]:
-    """Return the result of `leaves`, or the value itself if it has keys that `flatten` refuses."""
+    """Return the leaves of a value; the value itself if `flatten` refuses some of its keys."""
     parts = list(leaves(value, path))
     return parts if all(is_path(keys) for keys, _ in parts) else [(path, value)]
 
@@ -167,9 +167,8 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
         case dict():
             return {"dict": [encoded(item) for item in value.items()]}
     raise CheckpointError(
-        f"value {name!r}: the sharding info has no place for a {type(value).__name__}, only for "
-        "numbers of up to 4,000 digits, text, bytes, lists and dicts; remove it, or use "
-        "torch.tensor"
+        f"value {name!r}: sharding_info.json cannot store a {type(value).__name__}, only numbers "
+        "of up to 4,000 digits, text, bytes, lists and dicts; remove it, or use torch.tensor"
     )
 
 
@@ -226,7 +225,7 @@ def decode_path(path: object) -> KeyPath:
 def fitting_paths(
     paths: Mapping[str, KeyPath], names: Collection[str], beside: Iterable[str] = ()
 ) -> dict[str, KeyPath]:
-    """Return the keys of these names, or none if they conflict with the names `beside` them.
+    """Return the nested keys of names; none if they conflict with the names in `beside`.
 
     If tensors of a list were renamed or excluded, every name becomes a top-level key.
 
@@ -264,7 +263,7 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
             node = node.setdefault(key, _Node()) if isinstance(node, _Node) else node
         if not isinstance(node, _Node) or path[-1] in node:
             raise CheckpointError(
-                f"the keys of {name!r} are those of another value too; rename it, or restore the "
+                f"another value has the same keys as {name!r}; rename it, or restore the "
                 "sharding info of the checkpoint"
             )
         node[path[-1]] = of(name)

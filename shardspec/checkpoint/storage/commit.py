@@ -6,8 +6,8 @@ An output NAME is written in these steps. The other names are in the same direct
 2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it for this user
    alone: a file, or a directory.
 3. Fill it.
-4. Check that the output to replace is unchanged. Give the new files its modes and owners, and flush
-   them and their directories to the disk.
+4. Check that the output to replace is unchanged. Give the new files the modes and owners of the old
+   ones. Flush files and directories to the disk.
 5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
    one that it replaces. If the system cannot do that, the old one is briefly called
    ``.NAME.shardspec-old``; if the run is killed then, the next one renames it back.
@@ -46,7 +46,7 @@ _FLUSH_BYTES: Final = 8 << 20
 
 
 class StagedFiles:
-    """An output that is being written by the steps above: a file, or a directory."""
+    """An output, a file or directory, between steps 2 and 5 of this module's docstring."""
 
     def __init__(self, path: StoragePath, place: StoragePath, *, directory: bool) -> None:
         self._path, self.place, self._directory = path, place, directory
@@ -94,7 +94,7 @@ class StagedFiles:
 
 @contextmanager
 def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
-    """Create the files of an output, to fill in the block; they are published at its end.
+    """Create the files of an output, to fill within the block; they appear at its end.
 
     Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """
@@ -164,7 +164,7 @@ def _locked(path: StoragePath) -> Iterator[str]:
             return
         finally:
             os.close(fd)
-    raise CheckpointError(f"{path}: {place.name} beside it is removed repeatedly; write elsewhere")
+    raise CheckpointError(f"{path}: {place.name} beside it keeps disappearing; write elsewhere")
 
 
 def _is_same(place: StoragePath, fd: int) -> bool:
@@ -204,8 +204,8 @@ def _recover(path: StoragePath, staging: StoragePath, older: StoragePath) -> Non
             system_calls.remove(leftover)
             if leftover.taken():
                 raise CheckpointError(
-                    f"{path}: {leftover.name} beside it is of a run that was killed, and cannot be "
-                    "removed from here; remove it"
+                    f"{path}: a killed run left {leftover.name} beside it, which this run cannot "
+                    "remove; remove it"
                 )
 
 
@@ -214,14 +214,14 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
     old = _stat(path)
     if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
         raise CheckpointError(
-            f"{path}: another run has replaced it meanwhile; run again to replace that"
+            f"{path}: another run replaced it during this run; run again to replace the new one"
         )
 
 
 def _exchange(
     staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Replace an older directory by a staged one."""
+    """Give a finished staged directory the name of the one that it replaces."""
     fd = os.open(path, system_calls.DIRECTORY)
     try:
         if system_calls.lock(fd) is False:
@@ -229,8 +229,8 @@ def _exchange(
         late = (name for name in path.names_below() if name not in replaced)
         if some := sorted(islice(late, 3)):
             raise CheckpointError(
-                f"{path}: {', '.join(map(shown, some))} was put there meanwhile and would be lost; "
-                "move that, and run again"
+                f"{path}: {', '.join(map(shown, some))} was put there during this run and would be "
+                "lost; move it away, and run again"
             )
         _finish_all(staging, path)
         if system_calls.renameat2(staging, path, system_calls.EXCHANGE):

@@ -6,8 +6,8 @@ is imported with the first URL.
 A request takes as long as transferring some megabytes. So nearby ranges are merged, and the next
 batch of ranges is requested while the current one is in use.
 
-Files of an output are uploaded as they are written. They appear when they are committed at the end,
-the listing last.
+Files of an output are uploaded as they are written, and appear when all are complete. The file that
+lists the others, such as an index, appears last.
 """
 
 import os
@@ -257,7 +257,7 @@ class ObjectFile(SourceFile):
         """Do nothing: each range is a request of its own."""
 
     def _range_at(self, at: int, needed: int) -> tuple[int, bytes]:
-        """Return the start and bytes of a range that contains a position."""
+        """Return (start, bytes) of a cached or new range that contains position `at`."""
         start, data = self._last_range
         if start <= at < start + len(data):
             return start, data
@@ -423,7 +423,7 @@ class _Uploads:
         self._num_bytes[name] = end
 
     def commit(self) -> None:
-        """Publish the files, the listing last, and remove those that they replace."""
+        """Make the files visible, the index last, and remove the files that they replace."""
         output, old = self._output, frozenset[str]()
         if output.directory and output.overwrite:
             with suppress(FileNotFoundError):
@@ -452,7 +452,7 @@ class _Uploads:
             )
 
     def discard(self) -> None:
-        """Discard uploads, and remove files that were already published."""
+        """Discard the uploads, and remove files that are already visible."""
         for file in self._open.values():
             # The store deletes it later.
             with suppress(Exception):

@@ -1,8 +1,8 @@
-"""Defines paths of any storage, which list, read, write and replace files.
+"""Defines paths on disks and in object stores: list, read, write and replace files.
 
 A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
-parents and ``/`` are those of `pathlib.PurePosixPath`. Each storage is a module with a subclass,
-`local` or `object_store`; `storage_path` chooses one by the text of a path.
+parents and ``/`` are those of `pathlib.PurePosixPath`. The modules `local` and `object_store` have
+a subclass each; `storage_path` chooses one by the text of a path.
 """
 
 import re
@@ -105,7 +105,7 @@ class Staging(NamedTuple):
 
 
 class Staged(Protocol):
-    """An output that is being written and does not have its name yet."""
+    """An output that is being written under a temporary name."""
 
     def file(self, name: str) -> AbstractContextManager[WriteAt]:
         """Write a file; from start to end if `StoragePath.whole_files` is set."""

@@ -153,8 +153,8 @@ class Snapshot(NamedTuple):
             if path not in now or now[path] != self.files.get(path):
                 change = "changed" if path in now else "was removed"
                 raise CheckpointError(
-                    f"{path}: {change} while it was read, so what was read may be a mixture of "
-                    "two saves; run again when nobody writes it"
+                    f"{path}: {change} while it was read, so the data may be a mixture of two "
+                    "saves; run again when nothing writes to it"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Reads the ``.metadata`` of torch's distributed checkpoints: chunks of tensors and their places.
+"""Reads the file ``.metadata`` of torch's distributed checkpoints, which locates chunks of tensors.
 
-It is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
+The file is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
 strategies/torch.py and resharding.py of megatron/core/dist_checkpointing.
 """
 
@@ -66,8 +66,8 @@ def _member(*args: object) -> Record:
         case (Global() as kind, str() as name) if kind.name in _ENUMS:
             return Record(name)
     raise ValueError(
-        "only members of known enums are read by name; nothing of it was run. If you trust its "
-        "writer, save it again as a state dict of tensors and plain values"
+        "only members of known enums are read by name; nothing of it was run. If you trust "
+        "its author, save it again as a state dict of tensors and plain values"
     )
 
 
@@ -79,7 +79,7 @@ class _Size(tuple[int, ...]):
 
 @lru_cache(1 << 17)
 def _size(value: object = ()) -> _Size:
-    """Return checked sizes; equal sizes are one object, since there are many."""
+    """Return sizes if all are whole numbers; equal sizes share one object to save memory."""
     return _Size(values.sizes_of(value))
 
 
@@ -98,7 +98,7 @@ _NAMES: Final[unpickler.PickledNames] = {
 def read_metadata(
     path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
-    """Return entries, their places, Megatron-core's notes on flat tensors, and nested keys."""
+    """Return entries, their files and offsets, Megatron-core's flat tensors, and nested keys."""
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata", room_per_byte=_ROOM_PER_BYTE)
@@ -121,7 +121,7 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
-    """Return the place of each entry."""
+    """Return the file, offset and length of each entry."""
     places: Places = {}
     files: dict[str, StoragePath] = {}
     for index, info in storage.items():
@@ -198,7 +198,7 @@ def outline_of(
             return Outline(name, full_shape, dtype, None, (), chunks), repeated
     raise ValueError(
         f"mcore_data has {flat!r:.100}, unknown up to Megatron-core 0.16; convert it with "
-        " Megatron's own tools to fully_reshardable"
+        "Megatron's own tools to fully_reshardable"
     )
 
 
@@ -240,7 +240,7 @@ def unflattened(
     if len(counts) != len(shape) or covered != shape or prod(block) != elements or several:
         raise ValueError(
             f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which is not made of "
-            f"such blocks, or its chunk {box_text(chunk)} is in several"
+            f"such blocks, or chunk {box_text(chunk)} is in several blocks"
         )
     start_at = 0
     for inner in row_major_boxes(block, lo, hi):

@@ -87,7 +87,7 @@ def _archive(shape: tuple[int, ...], dtype: str) -> catalog.OutputFile:
 
 
 def _trailer(extents: Sequence[catalog.Extent], crcs: Sequence[int]) -> Iterator[catalog.RawBytes]:
-    """Yield the bytes after tensors, a kilobyte each; they are made when they are written."""
+    """Yield the bytes after each tensor, made while writing: a kilobyte per tensor."""
 
     def after(number: int, extent: catalog.Extent) -> bytes:
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)
@@ -125,7 +125,7 @@ def _metadata(
     values: Mapping[str, _Place],
     paths: Mapping[str, KeyPath],
 ) -> Made:
-    """Return the content of `.metadata`; its items are made when they are written."""
+    """Return the content of `.metadata`, whose items are made while they are written."""
 
     def made(kind: str, **state: object) -> Made:
         return Made(Name(_MODULE, kind), state or None)

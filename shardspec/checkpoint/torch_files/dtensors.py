@@ -1,9 +1,9 @@
 """Reads DTensors from `torch.save` files: local tensor, global shape and placements.
 
-torch has changed twice how it stores the mesh of a DTensor: as a tensor of ids, as one layout over
-a list of ids, and as one such layout per axis. All three are read. Source: ``device_mesh.py``,
-``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. A `ValueError` here is
-reported as a call in the pickle with wrong arguments.
+torch has stored the mesh of a DTensor in three ways, and all are read: a tensor of ids, one layout
+over a list of ids, and one such layout per axis. Source: ``device_mesh.py``, ``_mesh_layout.py``
+and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. The unpickler reports a `ValueError` of
+these functions as a call with wrong arguments in the pickle.
 """
 
 import struct
@@ -49,8 +49,8 @@ def read_torch(
 ) -> object:
     """Return the value that `torch.save` wrote, with a `TorchTensor` for each tensor or DTensor.
 
-    `data` is its pickle. Objects of classes beyond `TORCH_NAMES` are `Foreign`. `rank` is the rank
-    that wrote it: for torch up to 2.10 the slice of a mesh that a DTensor was on follows from it.
+    `data` is the pickle. Objects of classes beyond `TORCH_NAMES` are `Foreign`. `rank` wrote the
+    file; it shows on which slice of a mesh a DTensor was, which torch up to 2.10 does not record.
     """
     from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
     names = {**TORCH_NAMES, _FROM_TYPE: from_type}
@@ -58,7 +58,7 @@ def read_torch(
 
 
 class _DTensors:
-    """Makes the DTensors of one file; a mesh that many of them share is read once."""
+    """Makes the DTensors of one file; a mesh of many DTensors is read once."""
 
     def __init__(self, archive: TorchZip, rank: int | None) -> None:
         self._archive = archive
@@ -138,8 +138,8 @@ class _DTensors:
             at = _position(mesh, shape)
             if at is None or rank not in ids:
                 raise ValueError(
-                    "a mesh is a slice of a larger one and does not say which; distribute over the "
-                    "whole mesh, or save with torch 2.11 or later"
+                    "a mesh is a slice of a larger mesh, but which slice is not recorded; "
+                    "distribute over the full mesh, or save with torch 2.11 or later"
                 )
             first = ids.index(rank) - offsets[at]
         if first + min(offsets) < 0 or first + max(offsets) >= len(ids):
@@ -171,7 +171,7 @@ def _is_record(value: object, *names: str) -> TypeGuard[Record]:
 def _make_mesh(
     ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
 ) -> DeviceMesh:
-    """Return a mesh, one object for equal arguments."""
+    """Return a mesh; calls with equal arguments return the same object."""
     return DeviceMesh(ids, shape, axis_names=axis_names)
 
 
@@ -189,7 +189,7 @@ def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
 
 
 def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the offset of every element from the first one, in row-major order."""
+    """Return the row-major offsets of all elements with these sizes and strides."""
     steps = zip(sizes, strides, strict=True)
     return list(map(sum, product(*([stride * at for at in range(n)] for n, stride in steps))))
 

@@ -2,8 +2,8 @@
 
 Nested dicts are flattened with dots, and lists that contain tensors with dots and numbers, so that
 ``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
-same flat name are refused. The rule is that of ``flatten_state_dict`` of
-torch/distributed/checkpoint/_nested_dict.py, which DCP applies when it saves.
+same flat name are refused. DCP flattens in the same way when it saves: ``flatten_state_dict`` in
+torch/distributed/checkpoint/_nested_dict.py.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ _MAX_OPAQUE_PARTS: Final = 1 << 17
 
 
 class StateTensor(NamedTuple):
-    """A tensor in a file, and the place of its bytes."""
+    """A tensor in a file, and the position of its bytes."""
 
     local: TorchTensor
     place: TensorPlace
@@ -84,7 +84,7 @@ class Contents(NamedTuple):
     tensors: dict[str, TorchTensor]
     extras: dict[str, object]
     paths: dict[str, KeyPath]
-    """Nested keys by name; a name that is itself the only key is missing."""
+    """Nested keys by name; names of top-level entries are omitted."""
 
 
 def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
@@ -307,7 +307,7 @@ def whole_tensor(name: str, path: StoragePath, tensor: StateTensor, rank: int = 
 def stored_box_of_rank(
     layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
-    """Return the place of one box of a rank, whose shard is at `local`."""
+    """Return one box of a rank as a `StoredBox`; `local` is the position of the rank's shard."""
     box, addend = part
     offset, digest, strides = local
     if not layout.spec.is_plain:
@@ -323,10 +323,10 @@ def stored_box_of_rank(
 def mismatch_error(
     path: StoragePath, what: str, value: object, other: StoragePath | str, other_value: object
 ) -> CheckpointError:
-    """Return the error for a value that differs between a file and another one, or all others."""
+    """Return the error for a value that differs between two files, or a file and all others."""
     return CheckpointError(
-        f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are not "
-        "of one save, restore those of one"
+        f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are of "
+        "different saves, restore those of one"
     )
 
 
@@ -338,7 +338,7 @@ def check_same_names(files: Iterable[tuple[StoragePath, Mapping[str, object]]]) 
         if name is not None:
             lacks, has = (path, first_path) if name in first else (first_path, path)
             raise CheckpointError(
-                f"{lacks}: lacks tensor {name!r}, which {has} has; the files are not of one save"
+                f"{lacks}: lacks tensor {name!r}, which {has} has; the files are of different saves"
             )
 
 
@@ -351,13 +351,13 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
         first_path = paths.setdefault(key, state.path)
         if first_path != state.path and len(key) == len(state.tensors):
             raise CheckpointError(
-                f"{state.path}: has the tensors of {first_path}; one is a copy of the other, "
+                f"{state.path}: has the same tensors as {first_path}; one is a copy of the other, "
                 "restore it"
             )
 
 
 def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
-    """Return the file of a value; its storages ``0``, ``1``, ... are those of `tensors`."""
+    """Return the file that pickles a value; storages ``0``, ``1``, ... are those of `tensors`."""
     sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
     archive = Archive(pickled(value), sizes)
     extents = tuple(

@@ -1,9 +1,9 @@
 """Reads pickles without importing or calling anything that they name.
 
-One loop executes the instructions that checkpoints need and refuses others. A listed name is
-replaced by an inert class, which keeps its arguments or makes a plain value of them. No instruction
-can change these classes, or values made of checked arguments: they refuse a state. Names that are
-not listed are refused, or replaced by `Foreign` objects, which keep their arguments and items.
+One loop executes the instructions that checkpoints need and refuses others. A name on an allow-list
+is replaced by a class of ours that stores its arguments or makes a plain value of them. A pickle
+cannot change these classes and values. Other names are refused, or replaced by `Foreign` objects,
+which only store their arguments and items.
 Limits on bytes, instructions, nesting and keys bound memory and time. Lib/pickletools.py of CPython
 describes the instructions.
 """
@@ -62,7 +62,7 @@ _TOO_MUCH: Final = "needs more memory or time than a checkpoint does"
 
 
 class RefusedError(Exception):
-    """The problem of a pickle; `unpickle` adds its place."""
+    """The problem of a pickle; `unpickle` adds the path of the file to the message."""
 
 
 class PickleError(CheckpointError):
@@ -218,7 +218,7 @@ def mere_name(name: str) -> Global:
 def _no_storage(value: object) -> Never:
     # A nested value could contain itself many times, so only its type is named.
     text = shown(value, 60) if isinstance(value, str | int) else f"a {type(value).__name__}"
-    raise RefusedError(f"refers to {text}, outside of itself; it is damaged")
+    raise RefusedError(f"refers to {text}, which is not in the file; it is damaged")
 
 
 class _Unpickler:
@@ -245,8 +245,8 @@ class _Unpickler:
             if not self._foreign:
                 raise RefusedError(
                     f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
-                    "checkpoint; nothing of it was run. If you trust its writer, save it again as "
-                    "tensors and plain values"
+                    "checkpoint; nothing of it was run. If you trust its author, save it "
+                    "again as tensors and plain values"
                 )
             self._names[path] = foreign_class(path)
         return self._names[path]
@@ -257,10 +257,10 @@ class _Unpickler:
         except UnsupportedError as error:
             raise RefusedError(f"contains an unsupported value: {error}") from None
         except ValueError as error:
-            raise RefusedError(f"refers to something outside of itself: {error}") from None
+            raise RefusedError(f"refers to something outside of the file: {error}") from None
 
     def _check_keys(self, keys: list[Any]) -> None:
-        """Refuse keys whose hashes would take long, or many that could have equal ones."""
+        """Refuse keys that take long to hash, and many keys that could have equal hashes."""
         for key in keys:
             if type(key) is tuple:
                 self._count_colliding()
@@ -285,7 +285,7 @@ class _Unpickler:
         return int.from_bytes(data, "little", signed=True)
 
     def _fill(self, target: object, items: list[Any], code: int) -> None:
-        """Add items to a dict (SETITEM, SETITEMS), list (APPEND, APPENDS) or set (ADDITEMS)."""
+        """Carry out an instruction that adds items to a dict, a list or a set."""
         if code in b"ae" and isinstance(target, (list, Foreign)):
             target.extend(items)
         elif code in b"su" and isinstance(target, (dict, Foreign)):
@@ -299,7 +299,7 @@ class _Unpickler:
             raise TypeError
 
     def load(self) -> object:  # noqa: C901  # a case an opcode
-        """Return the value; raises RefusedError, or one of `_DAMAGE_ERRORS`."""
+        """Return the value of the pickle; raises RefusedError, or one of `_DAMAGE_ERRORS`."""
         data = self._data
         if len(data) > MAX_PICKLE_BYTES:
             raise RefusedError(_TOO_MUCH)

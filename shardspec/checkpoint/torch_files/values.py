@@ -48,7 +48,7 @@ class Placed(NamedTuple):
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     """(Dim, axes that shard it, major first) of each sharded dim; None if not recorded."""
     saver: int | None = None
-    """Rank that saved it, if recorded and different from that of the file."""
+    """Rank that saved the tensor, if recorded and different from the rank of the file."""
 
 
 class TorchTensor(NamedTuple):
@@ -61,16 +61,16 @@ class TorchTensor(NamedTuple):
     storage: TorchStorage
     placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
-    """True if its storage's digest is checked with it: once for several views."""
+    """True if the storage's digest is checked with this tensor: one of several views."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Sizes of the global tensor; this may be a shard of it."""
+        """Sizes of the global tensor; the tensor itself may be a shard."""
         return self.shape if self.placed is None else self.placed.shape
 
     @property
     def is_part(self) -> bool:
-        """True if its storage has further bytes."""
+        """True if the tensor is only a part of its storage."""
         size, dtype = self.storage.size, self.storage.dtype
         return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
 
@@ -83,7 +83,7 @@ class UnreadTensor:
     traits: tuple[object, ...] = ()
     """Sizes, strides and other members, for comparisons."""
     storage: tuple[str, str] | None = None
-    """Key and kind of its storage."""
+    """Key and kind of the tensor's storage."""
 
 
 class Complex(str):
@@ -93,7 +93,7 @@ class Complex(str):
 
 
 class TensorPlace(NamedTuple):
-    """The place of a tensor's bytes in its file: the last fields of a `StoredBox`."""
+    """The position of a tensor's bytes in its file: the last fields of a `StoredBox`."""
 
     offset: int
     digest: Digest | None  # of its storage; None if torch computed none
@@ -117,7 +117,7 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> TensorPlace:
-    """Return the place of a tensor's bytes; the header of its record is read and checked."""
+    """Return the position of a tensor's bytes in the file; reads and checks the record's header."""
     check_record(tensor, archive)
     name = f"data/{tensor.storage.key}"
     start, record = archive.start(file, name), archive.record(name)
@@ -130,7 +130,7 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> Te
 
 
 def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
-    """Raise CheckpointError if a tensor does not fit its record in the directory."""
+    """Raise CheckpointError if a tensor reaches past its record, by the zip's directory."""
     storage, start = tensor.storage, tensor.start
     num_bytes = archive.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):

@@ -207,7 +207,7 @@ class _Record(NamedTuple):
         return struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
 
     def before(self) -> bytes:
-        """Return its header, padded so that its bytes are aligned."""
+        """Return the header of the record, padded so that the bytes after it are aligned."""
         extra = self.sizes_64()
         # torch's padding has this mark.
         room = -(self.header + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
@@ -216,14 +216,14 @@ class _Record(NamedTuple):
         return struct.pack("<4s5H3I2H", b"PK\x03\x04", *numbers) + self.name + extra
 
     def after(self, value: int) -> bytes:
-        """Return the bytes after it: its CRC-32 and size; none if it is empty."""
+        """Return the bytes after the record: CRC-32 and size; nothing after an empty record."""
         if not self.num_bytes:
             return b""
         sizes = "2Q" if self.sizes_64() else "2I"
         return struct.pack(f"<4sI{sizes}", b"PK\x07\x08", value, self.num_bytes, self.num_bytes)
 
     def listed(self, value: int) -> bytes:
-        """Return its entry in the directory."""
+        """Return the entry of the record in the directory."""
         extra, size = self.sizes_64(), min(self.num_bytes, _BIG)
         numbers = (_VERSION, _VERSION, self.flags(), 0, 0, 0, value, size, size)
         places = (len(self.name), len(extra), 0, 0, 0, 0, min(self.header, _BIG))
@@ -288,7 +288,7 @@ class Archive:
             yield RawBytes(start + record.num_bytes, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
-        """Return the end of the archive: the directory, and its place in 64 and in 32 bits."""
+        """Return the end of the zip: the directory, and its position in 64 and in 32 bits."""
         remaining = iter(crcs)
         joined = b"".join(
             record.listed(next(remaining) if record.crc32 is None else record.crc32)

@@ -2,8 +2,8 @@
 
 Records are stored uncompressed and aligned by padding, so that a tensor's bytes can be read in
 place. `zipfile` reads the directory at the end. Compressed records, and records that share bytes or
-a name, are refused: torch never writes them. A record's own header only gives the start of its
-bytes. Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`` of torch.
+a name, are refused: torch never writes them. The header in front of a record is used only to find
+where the bytes start. Source: PKWARE's APPNOTE.TXT 6.3.10, and torch's inline_container.cc.
 """
 
 import io
@@ -70,7 +70,7 @@ class TorchZip:
         return TorchRecord(full, header, limit, num_bytes, value)
 
     def start(self, file: SourceFile, name: str) -> int:
-        """Return the position of a record's bytes; its own header is read and checked."""
+        """Return the position of a record's bytes; reads and checks the header in front of them."""
         record = self.record(name)
         head = file.read(record.header, _LOCAL.size + len(record.full_name))
         signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
@@ -96,8 +96,8 @@ class TorchZip:
         data = file.read(self.start(file, name), record.num_bytes)
         if record.crc32 is not None and crc32(data) != record.crc32:
             raise CheckpointError(
-                f"{self.label}: the bytes of record {record.full_name!r} are not as saved "
-                "(CRC-32); restore the file or save again"
+                f"{self.label}: the bytes of record {record.full_name!r} have changed since the "
+                "save (CRC-32); restore the file or save again"
             )
         return data
 
@@ -196,8 +196,8 @@ def _checked(
         key = inner.decode("utf-8", "surrogateescape")
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(
-                f"{label}: record {name!r:.100} is compressed, which torch never does; unpack it "
-                "and save it again with torch.save"
+                f"{label}: record {name!r:.100} is compressed, but torch never compresses; unpack "
+                "it and save it again with torch.save"
             )
         if (
             info.compress_size != size

@@ -106,7 +106,7 @@ class Messages:
     def _memory_for(
         self, stage: Stage, message: Message, buckets: list[torch.Tensor], *, of_source: bool
     ) -> torch.Tensor:
-        """Return memory for a message, and add its bucket to `buckets`."""
+        """Return memory for a message: a part of a shard, or a bucket added to `buckets`."""
         size = message_bytes(message)
         fitting = (at for at, bucket in enumerate(self.free) if bucket.numel() >= size)
         at = next(fitting, None)
@@ -127,7 +127,7 @@ def _bucket(num_bytes: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sending(device: torch.device) -> torch.device:
-    """Return the device of message buffers: gloo handles only host memory."""
+    """Return the device on which buffers are: the CPU, or an accelerator with NCCL."""
     with_gloo = f"{device.type}:gloo" in dist.get_backend_config()
     return torch.device("cpu") if with_gloo else device
 

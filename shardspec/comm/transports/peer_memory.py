@@ -72,7 +72,7 @@ class Region(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in steps), item)
 
     def tensor(self) -> torch.Tensor:
-        """Return the region of this process as a tensor of integers, valid while the array is."""
+        """Return a region of this process as a tensor of integers; valid as long as the array."""
         memory = (ctypes.c_char * self.span).from_address(self.address)
         steps = [stride // self.item_bytes for stride in self.strides]
         flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
@@ -156,7 +156,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
 
 
 class Offer(NamedTuple):
-    """The offer of a process to peers on its host: they may read its memory."""
+    """The offer of a process that peers on the same host may read its memory."""
 
     host: str
     """An identifier of the kernel and its namespaces."""
@@ -168,7 +168,7 @@ class Offer(NamedTuple):
     """File descriptors, by rank, to which that rank writes signals."""
 
     def is_readable(self) -> bool:
-        """Return True if this process can read the memory of the offering one."""
+        """Return True if this process can read the memory of the process that made the offer."""
         try:
             return read_bytes(self.pid, self.probe, len(self.token)) == self.token
         except OSError:
@@ -220,7 +220,7 @@ class Connection:
             raise CommunicatorError(f"rank {self.peer} has ended or given up this step")
 
     def _take(self, seconds: float) -> None:
-        """Read the signals that have arrived; wait only for the first one."""
+        """Read the signals that have arrived; wait up to `seconds` for the first one."""
         while not self._has_ended and self._poll.poll(seconds * 1e3):
             signal = b""
             with suppress(BlockingIOError):  # the process has ended, and nothing is left to read

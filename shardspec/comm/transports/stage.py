@@ -1,6 +1,6 @@
-"""Stages: the boxes that a transport moves, their places in memory, and their waves.
+"""Describes what a transport moves at once: boxes, where they are in memory, and in which order.
 
-Only this module packs boxes into messages and unpacks them.
+A wave is the messages of a stage that are in flight together. Only this module packs messages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -93,7 +93,7 @@ class Stage:
     def _pairs(
         self, message: Message, bucket: torch.Tensor, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views of each box of a message: in its buffer, and in the shard."""
+        """Yield two views of each box of a message: in the buffer, and in the shard."""
         start = 0
         for copy in message:
             dtype, shape, step = self.dtype_of(copy), box_shape(copy.box), aligned_bytes(copy)

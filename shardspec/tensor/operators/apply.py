@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
 _OPERANDS_OF_WHERE: Final = 3
-"""With fewer it returns indices."""
+"""Number of arguments of `torch.where` that selects values; with fewer it returns indices."""
 _DROPOUT_PLACE: Final = 4
 """The position of the probability among the arguments of attention."""
 _MAY_RETURN_ARGUMENT: Final = ("to", "type_as", "contiguous", "bool", "float", "double", "half")
 """Functions that return their argument if there is nothing to do."""
 _LOSSES: Final = frozenset({torch.ops.aten._log_softmax.default})
-"""Operations that torch computes otherwise in its `loss_parallel`."""
+"""Operations that torch computes in another way in its `loss_parallel`."""
 _KEYS: Final = (int, slice, type(None), type(...))
 """Types that may index a DTensor of torch."""
 
@@ -148,7 +148,7 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
 
 
 def _taken(names: Named, leaf: object, first: TensorLike) -> object:
-    """Return an argument as the function gets it; refuse tensors on other meshes, and plain ones.
+    """Return an argument to pass on; refuse tensors on other meshes, and plain ones.
 
     Plain ones with more than one element may differ between ranks.
     """
@@ -214,7 +214,7 @@ def _check_writable(call: Call, tensor: TensorLike) -> None:
 
 
 def _shards_correspond(call: Call) -> bool:
-    """Return whether the function may be called on the shards of each device alone."""
+    """Return True if the function may be called on the shards of each device alone."""
     plain, tensors = call.names.plain, call.tensors
     whole = all(facts_of_layout(layout).is_whole for layout in call.layouts)
     if plain in VIEWS and whole and not call.names.writes:
@@ -293,7 +293,7 @@ def _shard(tensor: TensorLike, device: int | None) -> torch.Tensor:
 
 
 def _torch_is_right(call: Call) -> bool:
-    """Return whether torch's rule is right for a call."""
+    """Return True if torch's rule is right for a call."""
     plain, (args, kwargs) = call.names.plain, call.arguments
     if "out" in kwargs or (call.names.writes and plain not in POINTWISE):
         return False
@@ -316,7 +316,7 @@ def _is_under_loss_parallel() -> bool:
 
 
 def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
-    """Return whether only the classes of logits are sharded, as torch's `loss_parallel` takes."""
+    """Return True if only the classes of logits are sharded, as `loss_parallel` requires."""
     classes = 1 if len(logits.global_shape) > 1 else 0
     cut, facts = logits.spec.dim_specs[classes].axes, facts_of_layout(logits)
     return (
@@ -362,7 +362,7 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
 
 
 def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies: bool) -> object:
-    """Return a result of torch as ours."""
+    """Return a result of torch's function as a DTensor of shardspec."""
     if not is_torch_dtensor(leaf):
         return leaf
     from shardspec.interop.torch_dtensor import in_our_words
@@ -394,7 +394,7 @@ def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Notes which gathered tensors a function writes to, by the schemas of its operations."""
+    """Records the gathered tensors that a function writes to, by the schemas of its operations."""
 
     def __init__(self, call: Call, wholes: Mapping[int, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -409,7 +409,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Carry out an operation, unless it would write where that is refused."""
+        """Run an operation; raise `LayoutError` if it writes to a tensor where that is refused."""
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
@@ -484,7 +484,7 @@ def _whole(tensor: TensorLike) -> torch.Tensor:
 
 
 def _sharded(whole: torch.Tensor, like: TensorLike, wanted: Layout | None) -> TensorLike:
-    """Return a whole tensor in a layout, by default replicated."""
+    """Return a global tensor sharded by a layout, by default replicated."""
     mesh = like.layout.mesh
     if wanted is None or wanted.global_shape != tuple(whole.shape) or not wanted.spec.axes:
         return _replicated(whole, like)
@@ -534,7 +534,7 @@ def _seed(call: Call) -> int | None:
 
 
 def _sources(call: Call) -> list[torch.Generator]:
-    """Return the generators that a call may draw from, the given one first."""
+    """Return the random generators that a call may use, one among its arguments first."""
     given = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
     devices = {s.device for t in call.tensors for s in t.shards.values() if s.is_cuda}
     cuda = [torch.cuda.default_generators[device.index or 0] for device in devices]
@@ -542,7 +542,7 @@ def _sources(call: Call) -> list[torch.Generator]:
 
 
 def _place(layout: Layout, device: int | None) -> int:
-    """Return a number that is equal for devices that hold the same box."""
+    """Return a number that is equal for devices with the same box."""
     place, mesh = 0, layout.mesh
     if device is not None:
         at = mesh.coordinates(device)
@@ -553,7 +553,7 @@ def _place(layout: Layout, device: int | None) -> int:
 
 @contextmanager
 def _drawing(call: Call, seed: int | None) -> Iterator[None]:
-    """Draw random numbers from a seed; generators afterwards continue where they were."""
+    """Seed all generators within the block; restore their states afterwards."""
     if seed is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The call of a torch function with DTensors among its arguments."""
+"""Represents a call of a torch function with DTensors among its arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -226,7 +226,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return the tracked tensors of an output, each with its initial gradient."""
+    """Return the shards of an output that autograd tracks, each with its initial gradient."""
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if is_torch_dtensor(start):
@@ -251,7 +251,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 @contextmanager
 def _of_plain_tensors() -> Iterator[None]:
-    """Let torch's DTensor replicate plain tensors that torch makes on the way back."""
+    """Let torch's DTensor replicate plain tensors that torch makes during a backward pass."""
     if not dist.is_initialized():
         yield
         return

@@ -28,7 +28,7 @@ def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 def _is_plain(*tensors: object) -> bool:
-    """Return whether these are DTensors without pending reductions, parts or blocks."""
+    """Return True if all are DTensors without pending reductions, parts or blocks."""
     return all(
         isinstance(tensor, TensorLike)
         and not tensor.layout.spec.partials
@@ -96,7 +96,7 @@ def _rows_of(
 def _loss(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> TensorLike | None:
-    """Return the loss of logits whose classes are whole on each device."""
+    """Return the loss of logits whose classes are not sharded."""
     given = _bound(function, args, kwargs)
     if given is None or not _is_plain(given["input"], given["target"]):
         return None

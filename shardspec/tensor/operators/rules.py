@@ -1,4 +1,4 @@
-"""Functions whose results on shards are known to be right, and the layouts for which they are.
+"""Lists of torch functions that give right results on shards, with the layouts they require.
 
 The lists were found by comparing each function with one process on the samples of torch's own
 tests. A function that is on no list is computed on gathered tensors.
@@ -45,19 +45,19 @@ POINTWISE: Final = _words(
     square sub subtract tan tanh tanhshrink threshold to true_divide trunc type_as uniform where
     xlogy zero zeros_like"""
 )
-"""Computed element by element: right on any layout without a pending reduction."""
+"""Functions computed element by element: right on any layout without a pending reduction."""
 ALONG: Final = frozenset({"softmax", "log_softmax"})
-"""Right on each shard if the dim, the second argument, is not sharded."""
+"""Functions that are right on each shard if the dim, the second argument, is not sharded."""
 LINEAR_VIEWS: Final = _words(
     """T clone contiguous expand flatten mT moveaxis movedim permute reshape swapaxes swapdims t
     transpose unflatten unsqueeze view"""
 )
-"""Leave a pending sum pending."""
+"""Functions that leave a pending sum pending."""
 CUTTING: Final = _words(
     """cat chunk expand flatten flip gather getitem index_select narrow reshape select split
     squeeze stack tril triu unbind unflatten view"""
 )
-"""Index, split or merge dims, so that no dim may be sharded by two axes."""
+"""Functions that index, split or merge dims: no dim may be sharded by two axes."""
 EVEN: Final = (
     LINEAR_VIEWS
     | CUTTING
@@ -66,24 +66,24 @@ EVEN: Final = (
         rms_norm scaled_dot_product_attention softmax sum var"""
     )
 )
-"""Right by torch's rule if all shards are equally long."""
+"""Functions for which torch's rule is right if all shards are equally long."""
 VIEWS: Final = (LINEAR_VIEWS | CUTTING) - _words("cat clone flip gather index_select stack")
-"""Results may share the memory of an argument."""
+"""Functions whose results may share the memory of an argument."""
 OF_SHAPE: Final = _words(
     """__len__ base dim dim_order element_size is_complex is_contiguous is_floating_point is_signed
     is_view itemsize nbytes ndim ndimension nelement numel size storage_offset stride"""
 )
-"""Answered from shape and dtype."""
+"""Members that depend only on shape and dtype."""
 OF_DEVICE: Final = _words(
     """device get_device is_conj is_cpu is_cuda is_inference is_meta is_neg is_quantized is_sparse
     is_xpu"""
 )
-"""Answered from a shard."""
+"""Members that are read from a shard."""
 OF_MEMORY: Final = _words(
     """__set__ as_strided data_ptr resize resize_as set share_memory storage typed_storage
     untyped_storage"""
 )
-"""About the memory of one tensor, which a sharded tensor has not."""
+"""Members that need the memory of one tensor, which a sharded tensor does not have."""
 RANDOM: Final = re.compile(
     "((native|alpha|feature|feature_alpha)_)?dropout_?|dropout[123]d|(rand|randn|randint)_like|"
     "(bernoulli|rrelu)_?|(normal|uniform|exponential|random|cauchy|log_normal|geometric)_|"
@@ -98,13 +98,13 @@ class Named:
     """The names of a torch function."""
 
     name: str
-    """As torch has it."""
+    """torch's name of the function."""
     shown: str
-    """Without underscores, for errors."""
+    """The name without underscores, for errors."""
     plain: str
     """The name of the function that computes the same from operands in order, out of place."""
     writes: bool
-    """True if it writes to its first argument."""
+    """True if the function writes to its first argument."""
 
 
 @lru_cache(maxsize=4096)
@@ -121,7 +121,7 @@ def named(function: Callable[..., Any]) -> Named:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """The properties of a layout that decide how functions are computed on it."""
+    """Properties of a layout that decide the way in which functions are computed."""
 
     pending: frozenset[str]
     """The kinds of pending reductions."""
@@ -132,7 +132,7 @@ class LayoutFacts:
     is_cut_once: bool
     """True if no dim is sharded by two axes."""
     in_torch: bool
-    """True if torch's DTensor can express it."""
+    """True if torch's DTensor can express the layout."""
 
 
 @lru_cache(maxsize=4096)
@@ -156,13 +156,13 @@ def facts_of_layout(layout: Layout) -> LayoutFacts:
 
 @lru_cache(maxsize=4096)
 def are_alike(layouts: tuple[Layout, ...]) -> bool:
-    """Return whether tensors have one shape and spec, so that their shards correspond."""
+    """Return True if tensors have one shape and spec, so that their shards correspond."""
     return len({(layout.spec, layout.global_shape) for layout in layouts}) == 1
 
 
 @lru_cache(maxsize=4096)
 def torch_is_right(plain: str, layouts: tuple[Layout, ...]) -> bool:
-    """Return whether torch's rule for a function is right on these layouts."""
+    """Return True if torch's rule for a function is right on these layouts."""
     facts = [facts_of_layout(layout) for layout in layouts]
     pending = frozenset[str]().union(*(each.pending for each in facts))
     if not all(each.in_torch for each in facts) or (

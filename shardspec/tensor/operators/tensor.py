@@ -37,7 +37,7 @@ class _SetByModules:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """The tensor that another tensor is a view of, as it was when the view was taken."""
+    """The base of a view, in the state in which the view was taken."""
 
     base: "TensorLike"
     version: int
@@ -87,7 +87,7 @@ class TensorLike(torch.Tensor):
     _is_given: bool
     """True if the caller passed the shards, so that the tensor is no leaf even if they are."""
     _writes: int
-    """Number of times that functions have written to it."""
+    """Number of times that functions have written to the tensor."""
     _shards: dict[int, torch.Tensor] | str | None
     """The shards of this process; None until they are needed; an error text if unusable."""
     _torch: "TorchDTensor | None"
@@ -197,7 +197,7 @@ class TensorLike(torch.Tensor):
         return next((node.output_nr for node in self._nodes()), 0)
 
     def _is_leaf_with_gradient(self) -> bool:
-        """Return True if gradients are collected at its own shards."""
+        """Return True if gradients are collected at this tensor's own shards."""
         return self.requires_grad and self.is_leaf and not self._is_given
 
     def _mark_unusable(self, why: str) -> None:
@@ -206,7 +206,7 @@ class TensorLike(torch.Tensor):
 
     @property
     def shards(self) -> dict[int, torch.Tensor]:
-        """The shard of every device that this process holds, by physical id."""
+        """The shards of this process, by physical id of the device."""
         self._check_current()
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
@@ -220,7 +220,7 @@ class TensorLike(torch.Tensor):
 
     @outside_graphs
     def to_torch(self) -> "TorchDTensor":
-        """Return the tensor as torch's: the same storage, and gradients flow back.
+        """Return torch's DTensor of this tensor: the same storage, and gradients flow back.
 
         Every rank of the mesh calls this. Raises `CommunicatorError` if this process simulates the
         mesh, `MeshError` if torch has no such mesh, and `LossyConversionError` if it has no such
@@ -260,7 +260,7 @@ class TensorLike(torch.Tensor):
         )
 
     def _memory(self) -> list[torch.Tensor]:
-        """Return tensors of this one's memory: the shards, or torch's DTensor without them."""
+        """Return the tensors that store the elements: the shards, or else torch's DTensor."""
         if isinstance(self._shards, dict):
             return list(self._shards.values())
         return [] if self._torch is None else [self._torch]
@@ -275,7 +275,7 @@ class TensorLike(torch.Tensor):
         return any(each.requires_grad for each in self._memory())
 
     def _become_part_of(self, base: "TensorLike") -> None:
-        """Note that this tensor is a view of another one."""
+        """Record that this tensor is a view of another one."""
         mine, theirs = list(self.shards.values()), list(base.shards.values())
         is_copy = any(
             one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
@@ -309,7 +309,7 @@ class TensorLike(torch.Tensor):
             )
 
     def _write(self, shards: Mapping[int, torch.Tensor]) -> None:
-        """Copy values into the shards, whose gradients then flow to `shards`.
+        """Copy values into this tensor's shards; its gradients then flow to `shards`.
 
         Without `shards` only count the write, as torch has written the values.
         """

@@ -149,20 +149,19 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
             left.append(rank + 1)
     missing = min({1, 2, 3, 4} - set(left))
     held = f"{ckpt}: has shards of {len(left)} rank{'s' * (len(left) > 1)}, but "
-    remedy = (
-        f"restore what is missing, or say how many ranks had something to write: ranks={len(left)}"
-    )
+    unknown = "no file says how many ranks there were"
+    remedy = "restore what is missing, or give the number of ranks that wrote a shard: ranks="
     assert refused(ckpt, ranks=4) == (
-        f"{held}4 are expected; shard {missing} is not there; {remedy}"
+        f"{held}4 are expected; shard {missing} is not there; {remedy}{len(left)}"
     )
     if missing < left[-1]:
-        assert refused(ckpt) == (
-            f"{held}no file says how many ranks there were; shard {missing} is not there; {remedy}"
+        assert (
+            refused(ckpt) == f"{held}{unknown}; shard {missing} is not there; {remedy}{len(left)}"
         )
     elif left == [1]:
-        assert refused(ckpt) == f"{held}no file says how many ranks there were; {remedy}"
+        assert refused(ckpt) == f"{held}{unknown}; {remedy}{len(left)}"
     elif name == "square":
-        assert "no file holds its part" in refused(ckpt)
+        assert "no file contains box" in refused(ckpt)
     else:
         # Nothing in such files tells them from a smaller model; the user is told what was assumed.
         (note,) = open_checkpoint(ckpt).facts.notes
@@ -178,8 +177,8 @@ def test_parts_that_torch_does_not_make_are_refused(tmp_path):
             {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0", "format": "pt"},
         )
     assert refused(tmp_path) == (
-        f"{tmp_path}: tensor 'w' is cut into 4 parts along dim 0, of 3 to 2 elements, but torch "
-        "cuts 10 for 4 ranks otherwise; restore the missing shard, or give the number of ranks: "
+        f"{tmp_path}: tensor 'w' has 4 shards along dim 0, of 3 to 2 elements, but torch "
+        "splits 10 over 4 ranks differently; restore missing shards, or give the number of ranks: "
         "ranks="
     )
     assert read_whole(tmp_path, ranks=4)["w"].shape == (10, 2)
@@ -188,7 +187,7 @@ def test_parts_that_torch_does_not_make_are_refused(tmp_path):
 def test_a_missing_middle_shard_leaves_a_hole_whatever_is_said(copied):
     ckpt = copied("line")
     (ckpt / NAME.format(2, 1, 1)).unlink()
-    assert "no file holds its part [2:4, 0:5]; restore the missing file" in refused(ckpt, ranks=3)
+    assert "no file contains box [2:4, 0:5]; restore the missing file" in refused(ckpt, ranks=3)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
@@ -199,10 +198,11 @@ def test_a_shard_that_the_merged_model_misses(copied, lost):
     if lost == 4:
         assert message == (
             "tensor 'even' is bfloat16 of shape [6, 5] in the shards and bfloat16 of shape [8, 5] "
-            "in the merged files above them; a shard is missing, or the two are not of one save"
+            "in the merged files above them; a shard is missing, or the files are of different "
+            "saves"
         )
     else:
-        assert ("no file holds its part" in message) or ("absent in the shards" in message)
+        assert ("no file contains box" in message) or ("absent in the shards" in message)
 
 
 def test_a_missing_file_of_a_shard_with_several(copied):
@@ -210,7 +210,7 @@ def test_a_missing_file_of_a_shard_with_several(copied):
     (ckpt / NAME.format(4, 1, 2)).unlink()
     assert refused(ckpt, ranks=4) == (
         f"{ckpt}: {NAME.format(4, 1, 2)} is missing; restore it, or put the merged files of the "
-        "same save above a folder 'sharded' to show that there was none"
+        "same save above a folder 'sharded' to show that no such shard was written"
     )
 
 
@@ -229,7 +229,7 @@ def test_a_copy_in_place_of_another_shard(copied):
     shutil.copy(ckpt / NAME.format(1, 1, 1), ckpt / NAME.format(4, 1, 1))
     assert refused(ckpt, ranks=4) == (
         f"tensor 'grid': {ckpt}/{NAME.format(1, 1, 1)} and {ckpt}/{NAME.format(4, 1, 1)} both have "
-        "its box [0:2, 0:7], which torch stores once; one is a copy, restore the right file"
+        "box [0:2, 0:7], which torch stores once; one is a copy, restore the right file"
     )
 
 
@@ -281,17 +281,17 @@ def respoil(ckpt, change, rank=2):
         (
             lambda s: s.tensors.update(even=s.tensors["even"].float()),
             "tensor 'even' is bfloat16 of 2 dims in {first} and float32 of 2 in {path}; the files "
-            "are not of one save",
+            "are of different saves",
         ),
         (
             lambda s: s.info["even"].update(saved_offsets=[3, 0]),
-            "tensor 'even' of shape [8, 5]: no file holds its part [2:3, 0:5]; restore the missing "
+            "tensor 'even' of shape [8, 5]: no file contains box [2:3, 0:5]; restore the missing "
             "file or save again",
         ),
         (
             lambda s: s.tensors.update(even=torch.zeros(3, 5, dtype=torch.bfloat16)),
             "tensor 'even': rank 1's box [2:5, 0:5] in {path} and rank 2's box [4:6, 0:5] in "
-            "{third} overlap in part, which no layout gives; the checkpoint contradicts itself",
+            "{third} partially overlap; the checkpoint is inconsistent, save it again",
         ),
     ],
 )
@@ -306,8 +306,8 @@ def test_files_of_two_saves(copied):
     ckpt = copied("line")
     (ckpt / NAME.format(4, 1, 1)).rename(ckpt / NAME.format(4, 1, 2))
     assert refused(ckpt, ranks=4) == (
-        f"{ckpt}: {NAME.format(1, 1, 1)} and {NAME.format(4, 1, 2)} cannot be of one save; move "
-        "that of the other save away"
+        f"{ckpt}: {NAME.format(1, 1, 1)} and {NAME.format(4, 1, 2)} are of different saves; "
+        "move the files of one save away"
     )
 
 
@@ -315,8 +315,8 @@ def test_one_number_written_in_two_ways(copied):
     ckpt = copied("line")
     (ckpt / NAME.format(4, 1, 1)).rename(ckpt / "shard-1-model-00001-of-00001.safetensors")
     assert refused(ckpt, ranks=4) == (
-        f"{ckpt}: {NAME.format(1, 1, 1)} and shard-1-model-00001-of-00001.safetensors cannot be of "
-        "one save; move that of the other save away"
+        f"{ckpt}: {NAME.format(1, 1, 1)} and shard-1-model-00001-of-00001.safetensors are of "
+        "different saves; move the files of one save away"
     )
 
 

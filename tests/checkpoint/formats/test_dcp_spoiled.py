@@ -85,7 +85,7 @@ def chunk_of_other_dims(metadata):
 
 def hole(metadata):
     of(metadata, "m.a").size = torch.Size((3, 3))
-    return "tensor 'm.a' of shape [3, 3]: no file holds its part [2:3, 0:3]; restore"
+    return "tensor 'm.a' of shape [3, 3]: no file contains box [2:3, 0:3]; restore"
 
 
 def chunk_twice(metadata):
@@ -96,17 +96,17 @@ def chunk_twice(metadata):
 
 def no_chunks(metadata):
     of(metadata, "m.a").chunks.clear()
-    return "tensor 'm.a' of shape [2, 3]: no file holds its part [0:2, 0:3]; restore"
+    return "tensor 'm.a' of shape [2, 3]: no file contains box [0:2, 0:3]; restore"
 
 
 def chunk_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "m.a")]
-    return ".metadata: 'm.a': no file contains its chunk [0:2, 0:3]; the metadata contradicts"
+    return ".metadata: 'm.a': no file contains its chunk [0:2, 0:3]; the metadata is inconsistent"
 
 
 def other_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "step")]
-    return ".metadata: 'step': no file contains this entry; the metadata contradicts itself"
+    return ".metadata: 'step': no file contains this entry; the metadata is inconsistent"
 
 
 def negative_offset(metadata):
@@ -192,12 +192,12 @@ def half_a_character(metadata):
 
 def half_a_character_as_name(metadata):
     metadata.state_dict_metadata["\ud800"] = of(metadata, "step")
-    return r".metadata: '\ud800': an entry needs a name and a kind; the metadata contradicts itself"
+    return r".metadata: '\ud800': an entry needs a name and a kind; the metadata is inconsistent"
 
 
 def number_as_name(metadata):
     metadata.state_dict_metadata[3] = of(metadata, "step")
-    return ".metadata: 3: an entry needs a name and a kind; the metadata contradicts itself"
+    return ".metadata: 3: an entry needs a name and a kind; the metadata is inconsistent"
 
 
 def own_class(metadata):
@@ -239,7 +239,7 @@ def larger_than_its_bytes(metadata):
 
 def far_larger_than_its_bytes(metadata):
     length = grow(metadata, (2**62,) * 60)
-    return f" is listed with {length} bytes, which is too few; the metadata contradicts"
+    return f" is listed with {length} bytes, which is too few; the metadata is inconsistent"
 
 
 LIES = (

@@ -157,4 +157,4 @@ def test_a_universal_checkpoint_is_refused(tmp_path):
     place.mkdir()
     torch.save({"module": {}}, place / "mp_rank_00_model_states.pt")
     (place / "zero").mkdir()
-    assert "name the run that DeepSpeed made it of" in refused(place)
+    assert "name the checkpoint from which DeepSpeed made it" in refused(place)

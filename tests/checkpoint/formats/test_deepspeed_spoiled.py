@@ -123,7 +123,7 @@ def test_a_file_of_another_step_is_refused(run, stage):
             continue
         data = path.read_bytes()
         change(path, a_step_later)
-        assert "not of one save, restore those of one" in refused_by_command(place)
+        assert "of different saves, restore those of one" in refused_by_command(place)
         path.write_bytes(data)
 
 
@@ -207,14 +207,14 @@ def test_a_latest_that_names_nothing_is_refused(run, said):
     (place / "latest").write_text(said)
     message = refused_by_command(place)
     assert message.startswith(f"{place / 'latest'}: ")
-    assert message.endswith("name the directory of the checkpoint itself")
+    assert message.endswith("name the directory of a checkpoint")
 
 
 def test_a_latest_that_names_a_file_or_another_directory_is_refused(run):
     place = run("zero2")
     (place / "latest").write_text("notes")
     (place / "notes").write_text("x")
-    assert "name the directory of the checkpoint itself" in refused_by_command(place)
+    assert "name the directory of a checkpoint" in refused_by_command(place)
     (place / "notes").unlink()
     (place / "notes").mkdir()
     refused_by_command(place)
@@ -240,6 +240,6 @@ def test_two_tags_without_latest_are_refused(run, name):
     shutil.copytree(place / TAG, place / "best")
     (place / "latest").unlink()
     assert refused_by_command(place) == (
-        f"{place}: has the checkpoints best, {TAG} and no latest that says which counts; name "
+        f"{place}: has the checkpoints best, {TAG} and no latest that names the latest; name "
         "the directory of one"
     )

@@ -91,7 +91,7 @@ def test_a_missing_file_is_named(tmp_path, lost):
         f"{len(PARTS[lost])} tensors into it, {min(PARTS[lost])!r} first; restore it"
     )
     (ckpt / "model.safetensors.index.json").unlink()
-    assert refused(ckpt) == f"{ckpt}: {lost} is missing, by the numbers of the others; restore it"
+    assert refused(ckpt) == f"{ckpt}: {lost} is missing from the numbered files; restore it"
 
 
 def test_swapped_files_are_found(tmp_path):
@@ -163,7 +163,7 @@ def test_one_name_in_two_files(tmp_path):
     ckpt = write(tmp_path / "ckpt", {"a.safetensors": ["step"], "b.safetensors": ["step"]}, None)
     assert refused(ckpt) == (
         f"{ckpt}: a.safetensors and b.safetensors both have tensor 'step', and no index says "
-        "which counts; name the file to read, or move the other away"
+        "which to read; name the file to read, or move the other away"
     )
 
 
@@ -172,8 +172,8 @@ def test_a_number_past_the_last(tmp_path, number):
     parts = {**PARTS, f"model-{number}-of-00003.safetensors": []}
     ckpt = write(tmp_path / "ckpt", parts, None)
     assert refused(ckpt) == (
-        f"{ckpt}: model-{number}-of-00003.safetensors has a number that is not from 1 to 3; it "
-        "belongs elsewhere, move it away"
+        f"{ckpt}: model-{number}-of-00003.safetensors has a number that is not from 1 to 3; move "
+        "that file away"
     )
 
 
@@ -220,6 +220,6 @@ def test_a_shard_under_a_plain_name(tmp_path):
 def test_what_is_added_needlessly_is_refused(tmp_path):
     ckpt = write(tmp_path / "ckpt")
     assert refused(ckpt, ranks=2) == (
-        f"{ckpt}: ranks= was given, but a checkpoint of this format (safetensors) needs none: it "
-        "says so itself; leave it out"
+        f"{ckpt}: ranks= was given, but a checkpoint of this format (safetensors) records it; "
+        "omit this argument"
     )

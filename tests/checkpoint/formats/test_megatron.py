@@ -149,9 +149,9 @@ def test_rules_of_the_caller(tmp_path):
     assert_same(read_whole(ckpt, source_rules=anyhow, ranks=2), whole)
     del rules["b.*"]
     assert refused(ckpt, ranks=2, source_rules=rules) == (
-        f"{ckpt}/mp_rank_00/model_optim_rng.pt: no rule says how tensor 'b.weight' is cut over "
+        f"{ckpt}/mp_rank_00/model_optim_rng.pt: no rule says how tensor 'b.weight' is sharded over "
         'tensor parallel ranks; give one, such as "b.weight" = "[S(tp),R]", or "[R,R]" if '
-        "all have the same, in source_rules="
+        "all are equal, in source_rules="
     )
 
 

@@ -53,7 +53,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
     ckpt = saved / "told" / "iter_0000010"
     assert refused(ckpt) == (
         f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
-        "no args), so files of later ranks may be missing; if there were none, confirm it "
+        "no args), so files of later ranks may be missing; if none are, confirm it "
         "with ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
@@ -77,13 +77,13 @@ def test_swapped_ranks_are_refused(ckpt, a, b):
     one.rename(ckpt / "x")
     other.rename(one)
     (ckpt / "x").rename(other)
-    assert "the files are swapped, copied or not of one save, restore their places" in refused(ckpt)
+    assert "files are swapped, copied or of different saves; restore them" in refused(ckpt)
 
 
 def test_a_copy_in_place_of_another_rank(ckpt):
     shutil.rmtree(ckpt / "mp_rank_02_001")
     shutil.copytree(ckpt / "mp_rank_01_001", ckpt / "mp_rank_02_001")
-    assert "the files are swapped, copied or not of one save, restore their places" in refused(ckpt)
+    assert "files are swapped, copied or of different saves; restore them" in refused(ckpt)
 
 
 UNSAID = [
@@ -143,8 +143,8 @@ def test_a_rank_of_another_iteration_or_version(tmp_path, key, value, problem):
     ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
     other = f"{ckpt}/mp_rank_02_000/model_optim_rng.pt"
     assert refused(ckpt) == (
-        f"{other}: {problem} in {ckpt}/mp_rank_00_000/model_optim_rng.pt; the files are not of "
-        "one save, restore those of one"
+        f"{other}: {problem} in {ckpt}/mp_rank_00_000/model_optim_rng.pt; the files are of "
+        "different saves, restore those of one"
     )
 
 
@@ -175,20 +175,20 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         (
             lambda m: m.update({FC2: m[FC2].float()}),
             f"{{1}}: tensor '{FC2}' is float32 of shape [6, 3], but bfloat16 of shape [6, 3] in "
-            "{0}; the files are not of one save, restore those of one",
+            "{0}; the files are of different saves, restore those of one",
         ),
         (
             lambda m: m.update({FC2: m[FC2][:, :2].clone()}),
             f"{{1}}: tensor '{FC2}' is bfloat16 of shape [6, 2], but bfloat16 of shape [6, 3] in "
-            "{0}; the files are not of one save, restore those of one",
+            "{0}; the files are of different saves, restore those of one",
         ),
         (
             lambda m: m.pop(FC2),
-            f"{{1}}: lacks tensor '{FC2}', which {{0}} has; the files are not of one save",
+            f"{{1}}: lacks tensor '{FC2}', which {{0}} has; the files are of different saves",
         ),
         (
             lambda m: m.update({"x": m[FC2]}),
-            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are of different saves",
         ),
     ],
 )
@@ -217,13 +217,13 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         ),
         (
             lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),
-            "{0}: has no layer decoder.layers.3, but decoder.layers.7; each file counts its "
-            "layers from 0; this one was changed, restore it",
+            "{0}: has no layer decoder.layers.3, but decoder.layers.7; each file counts "
+            "layers from 0; the file was changed, restore it",
         ),
         (
             lambda s: setattr(s["args"], "num_layers", 6),
-            "{0}: num_layers is 6, but 5 in the stages of {ckpt}; the files are not of one save, "
-            "restore those of one",
+            "{0}: num_layers is 6, but 5 in the stages of {ckpt}; the files are of different "
+            "saves, restore those of one",
         ),
         (
             lambda s: setattr(s["args"], "expert_model_parallel_size", 2),
@@ -250,13 +250,13 @@ def test_which_iteration_counts(saved, tmp_path):
     assert open_checkpoint(root).directory == root / "release"
     tracker.write_text("30")
     assert refused(root) == (
-        f"{tracker}: says '30', but no such checkpoint is beside it; name the directory of the "
-        "checkpoint itself"
+        f"{tracker}: names '30', but no such checkpoint is beside this file; name the "
+        "directory of a checkpoint"
     )
     tracker.unlink()
     assert refused(root) == (
         f"{root}: has the checkpoints iter_0000010, iter_0000020, release and no "
-        "latest_checkpointed_iteration.txt that says which counts; name the directory of one"
+        "latest_checkpointed_iteration.txt that names the latest; name the directory of one"
     )
     shutil.rmtree(root / "iter_0000020")
     shutil.rmtree(root / "release")
@@ -271,11 +271,11 @@ def test_which_iteration_counts(saved, tmp_path):
 
 def test_names_of_directories_that_do_not_fit(ckpt):
     shutil.copytree(ckpt / "mp_rank_00_000", ckpt / "mp_rank_000_000")
-    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
+    assert refused(ckpt).endswith("are of different saves; move the files of one save away")
     (ckpt / "mp_rank_000_000").rename(ckpt / "mp_rank_00")
-    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
+    assert refused(ckpt).endswith("are of different saves; move the files of one save away")
     (ckpt / "mp_rank_00").rename(ckpt / "mp_rank_00_000_001")
-    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
+    assert refused(ckpt).endswith("are of different saves; move the files of one save away")
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
     (ckpt / "mp_rank_999999_999999").mkdir()
     assert refused(ckpt) == f"{ckpt}/mp_rank_03_000: is missing; restore it"
@@ -312,7 +312,7 @@ FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
         ),
         (
             [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
-            "has layers with 1 and with 2 experts, but all have the same number; restore it",
+            "has layers with 1 and with 2 experts, but all layers should have the same number",
         ),
         (["0.mlp.experts.weight1"], "old grouped kernels store them"),
     ],

@@ -61,12 +61,12 @@ def halves(directory, spelling, suffix, first=1):
 def test_numbers_are_read_in_every_spelling(tmp_path, spelling, suffix):
     first, second = halves(tmp_path, spelling, suffix)
     assert_same(read_whole(tmp_path), A | B)
-    alone = f"{first}: is file 1 of 2 of a model, by its name; name"
-    assert refused(first) == f"{alone} its directory, {tmp_path}"
+    alone = f"{first}: is by its name file 1 of 2 of a model; name"
+    assert refused(first) == f"{alone} the directory, {tmp_path}"
     data = second.read_bytes()
     second.unlink()
     assert refused(tmp_path) == (
-        f"{tmp_path}: {second.name} is missing, by the numbers of the others; restore it"
+        f"{tmp_path}: {second.name} is missing from the numbered files; restore it"
     )
     second.write_bytes(data)
     model = re.sub(r"[-_.]*\d*N[-_]of[-_]0*2|\.SUFFIX", "", spelling).strip("-_.")
@@ -74,7 +74,7 @@ def test_numbers_are_read_in_every_spelling(tmp_path, spelling, suffix):
         tmp_path / f"{model}.{suffix}.index.json", {"a": first.name, "b": second.name}
     )
     assert_same(read_whole(tmp_path), A | B)
-    assert refused(first) == f"{alone} its index, {index}"
+    assert refused(first) == f"{alone} the index, {index}"
     for listed in ({"a": first.name}, {"b": second.name}):
         (left_out,) = {first.name, second.name} - set(listed.values())
         write_index(index, listed)
@@ -119,7 +119,7 @@ def test_an_index_of_a_variant_is_an_index(tmp_path, suffix):
 def test_capitals_make_no_difference_to_numbers(tmp_path):
     first, second = halves(tmp_path, "MODEL-0000N-OF-00002.SUFFIX", "safetensors")
     assert_same(read_whole(tmp_path), A | B)
-    assert refused(first).startswith(f"{first}: is file 1 of 2 of a model, by its name")
+    assert refused(first).startswith(f"{first}: is by its name file 1 of 2 of a model")
     second.unlink()
     assert refused(tmp_path).startswith(f"{tmp_path}: {second.name} is missing")
 

@@ -222,7 +222,7 @@ def test_swapped_files_are_refused(ckpt):
     (ckpt / "x").rename(second)
     assert refused(ckpt) == (
         f"{first}: tensor 'columns' was saved by rank 2, not by rank 1 as the name of the file "
-        "says; the file belongs elsewhere, restore its name"
+        "says; restore the name of the file"
     )
 
 
@@ -237,22 +237,22 @@ def test_a_copy_in_place_of_another_file(ckpt):
         (
             "dtype",
             "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S0,S1] of [5, 7] "
-            "int32 on dp=2,tp=2 in {3}; the files are not of one save",
+            "int32 on dp=2,tp=2 in {3}; the files are of different saves",
         ),
         (
             "placements",
             "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S1,S0] of [5, 7] "
-            "int64 on dp=2,tp=2 in {3}; the files are not of one save",
+            "int64 on dp=2,tp=2 in {3}; the files are of different saves",
         ),
         (
             "shape",
-            "{3}: rank 3 has a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
-            "int64 on dp=2,tp=2 it has [2, 4]; the file contradicts itself",
+            "{3}: rank 3 has a part of shape [2, 3] of tensor 'grid', but by [S0,S1] of [5, 8] "
+            "int64 on dp=2,tp=2 it should have [2, 4]; the file is inconsistent",
         ),
         (
             "part",
-            "{3}: rank 3 has a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
-            "int64 on dp=2,tp=2 it has [2, 3]; the file contradicts itself",
+            "{3}: rank 3 has a part of shape [1, 3] of tensor 'grid', but by [S0,S1] of [5, 7] "
+            "int64 on dp=2,tp=2 it should have [2, 3]; the file is inconsistent",
         ),
     ],
 )
@@ -304,8 +304,8 @@ def test_other_families_are_listed_or_chosen(ckpt):
     for rank in range(4):
         (ckpt / NAME.format(rank)).rename(ckpt / f"extra_rank{rank}.pt")
     assert refused(ckpt) == (
-        f"{ckpt}: has files of several families (extra_rank0.pt, optim_world_size_4_rank_0.pt); "
-        "name a file of the one to read instead of the directory"
+        f"{ckpt}: has rank files of several families (extra_rank0.pt, optim_world_size_4_rank_0"
+        ".pt); instead of the directory, name one file of the family to read"
     )
 
 
@@ -338,20 +338,20 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
             "of the two if they should be equal, as plain tensors are on all ranks; if each rank "
             "has a part, save it as a DTensor, and what is its own under a name for each rank",
         ),
-        ({}, "{1}: lacks tensor 'w', which {0} has; the files are not of one save"),
+        ({}, "{1}: lacks tensor 'w', which {0} has; the files are of different saves"),
         (
             {"w": torch.ones(2), "x": torch.ones(1)},
-            "{0}: lacks tensor 'x', which {1} has; the files are not of one save",
+            "{0}: lacks tensor 'x', which {1} has; the files are of different saves",
         ),
         (
             {"w": torch.ones(3)},
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [3] float32 on 2 in {1}; the "
-            "files are not of one save",
+            "files are of different saves",
         ),
         (
             {"w": torch.ones(2, dtype=torch.int32)},
             "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
-            "files are not of one save",
+            "files are of different saves",
         ),
         ([torch.ones(2)], "{1}: contains a list, not a dict of tensors; save a state dict"),
         (

@@ -130,7 +130,7 @@ def test_numbered_files_are_one_model(tmp_path, index):
         (tmp_path / name).write_bytes(held)
     if not index:
         torch.save(parts[0], tmp_path / names[1])
-        assert "which another file of the same model has too" in refused(tmp_path)
+        assert "another file of the same model also has tensor" in refused(tmp_path)
 
 
 ZERO = "DeepSpeed ZeRO, which are not read one by one; name the directory with the files of all"

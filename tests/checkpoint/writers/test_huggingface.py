@@ -45,8 +45,8 @@ def test_one_file_needs_no_index(tmp_path):
 
 def test_a_limit_that_holds_nothing(tmp_path):
     ckpt = save(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match=r"a limit of 0 bytes a file .* or below 1"):
+    with pytest.raises(CheckpointError, match=r"files of at most 0 bytes .* or it is below 1"):
         merge(ckpt, tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(CheckpointError, match="is not for the format 'torch'"):
+    with pytest.raises(CheckpointError, match="the format 'torch' has no such limit"):
         merge(ckpt, tmp_path / "out", format="torch", max_shard_bytes=9)
     assert not (tmp_path / "out").exists()
