@@ -1,8 +1,10 @@
 """Saving in one process: what lands on the disk, who writes what, and what happens on failure."""
 
+import errno
 import json
 import os
 import resource
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, save_sha
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import assign_boxes, replica_keys
 from shardspec.checkpoint.compare.inspect import inspect_checkpoint
-from shardspec.checkpoint.formats.native import info_lines, read_info
+from shardspec.checkpoint.formats.native import INFO_NAME, info_lines, read_info
+from shardspec.checkpoint.storage import system_calls
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.dtypes import item_bytes
@@ -387,3 +390,29 @@ def test_a_single_element_with_a_stride(tmp_path):
 def test_values_with_the_names_that_a_box_has(tmp_path, state):
     save_sharded(state, tmp_path)
     assert load_sharded(tmp_path) == state
+
+
+@pytest.mark.parametrize("call", ["open", "close", "sync"])
+@pytest.mark.parametrize("older", [False, True])
+def test_an_error_after_the_save_is_published_removes_no_file(tmp_path, monkeypatch, call, older):
+    """Of the last calls of a save, those on the directory or on the file that has its name."""
+    place, mesh = tmp_path / "a", DeviceMesh(range(2))
+    old, new = (DTensor(torch.full((4, 2), n), mesh, "[S0,R]") for n in (1.0, 2.0))
+    if older:
+        save_sharded({"w": old}, place)
+    before = (place / INFO_NAME).read_text() if older else None
+    owner = system_calls if call == "sync" else os
+    real = getattr(owner, call)
+
+    def fail(*args, **kwargs):
+        info = place / INFO_NAME
+        if info.exists() and info.read_text() != before:
+            monkeypatch.setattr(owner, call, real)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args, **kwargs)
+
+    with suppress(CheckpointError):
+        monkeypatch.setattr(owner, call, fail)
+        save_sharded({"w": new}, place, overwrite=older)
+    monkeypatch.undo()
+    assert torch.equal(load_sharded(place)["w"].to_global(), new.to_global())

@@ -232,7 +232,8 @@ def _save(
                 agree(chosen, lambda: write() if leader else None)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:  # other errors may come when it is published
-            _remove(path, names)
+            if not _is_published(path, save):
+                _remove(path, names)
             raise
         if leader:
             # Without a lock, another save may own any file that the older info does not list.
@@ -357,6 +358,16 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
     text = "".join(native.info_lines(info)).encode()
     (path / INFO_NAME).write(len(text), [text], overwrite=True, mode_of=INFO_NAME)
     return older
+
+
+def _is_published(path: StoragePath, save: str) -> bool:
+    """Return True if a save has its info; also if that cannot be read, so that no file is lost."""
+    if not (path / INFO_NAME).taken():
+        return False
+    try:
+        return native.read_info(path).save == save
+    except (CheckpointError, OSError):
+        return True
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:

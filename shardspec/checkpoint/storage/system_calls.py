@@ -135,11 +135,12 @@ def _umask() -> int:
 
 def sync(directory: StoragePath) -> None:
     """Flush the names in a directory to the disk, if the file system can do that."""
-    fd = os.open(directory, DIRECTORY)
-    try:
-        _flush(fd)
-    finally:
-        os.close(fd)
+    with suppress(OSError):
+        fd = os.open(directory, DIRECTORY)
+        try:
+            _flush(fd)
+        finally:
+            os.close(fd)
 
 
 def _flush(fd: int) -> None:
