@@ -86,6 +86,7 @@ def test_rows_of_alpas_specs():
     ("name", "heading", "kinds"),
     [
         ("from-jax", "in JAX", ["DeviceMesh", "Layout", "dict", "DTensor", "DTensor", "Tensor"]),
+        ("from-colossal-alpa", "in Colossal-AI", ["Layout", "ConversionPlan", "DTensor"]),
         ("from-colossal-alpa", "in Alpa", ["DeviceMesh", "float", "CostTable", "ConversionPlan"]),
     ],
 )

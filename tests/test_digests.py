@@ -12,7 +12,7 @@ from shardspec import Digests
 from shardspec.boxes import box_shape
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
-from shardspec.resharding.digests import TensorDigest, digests_of_json
+from shardspec.resharding.digests import TensorDigest
 from tests.test_readme import ROOT
 
 MASK = 2**64 - 1
@@ -182,11 +182,11 @@ def test_parts_of_digests_add_up_and_gaps_and_overlaps_name_the_tensor():
     assert rows[0].value != every.value
     assert "'w'" in rows[0].differences(every)[0]
     record = json.loads(json.dumps(rows[0].to_json()))
-    assert digests_of_json(record, "d.json") == rows[0]
+    assert Digests.from_json(record, "d.json") == rows[0]
     for spoiled in ("0" * 15, None, "1" * 16):
         entry = {**record["tensors"]["w"], "cover": spoiled}
         with pytest.raises(CheckpointError, match=r"^d\.json: "):
-            digests_of_json({**record, "tensors": {"w": entry}}, "d.json")
+            Digests.from_json({**record, "tensors": {"w": entry}}, "d.json")
 
 
 def faults(rng):
@@ -322,7 +322,7 @@ def test_a_file_of_digests_says_what_was_digested():
     a = whole(counting((4, 3), "int32"), (4, 3), "int32", 9)
     digests = Digests({"w": a, "é": a}, 9)
     record = json.loads(json.dumps(digests.to_json()))
-    assert digests_of_json(record, "d.json") == digests
+    assert Digests.from_json(record, "d.json") == digests
     entry = record["tensors"]["w"]
     wrong = [
         ([], "has format"),
@@ -348,7 +348,7 @@ def test_a_file_of_digests_says_what_was_digested():
     ]
     for found, problem in wrong:
         with pytest.raises(CheckpointError, match=rf"^d\.json: .*{re.escape(problem)}"):
-            digests_of_json(found, "d.json")
+            Digests.from_json(found, "d.json")
 
 
 def test_strided_columns_have_the_digest_of_their_values():
@@ -373,4 +373,4 @@ def test_a_tensor_without_elements_is_digested_at_once(shape):
     assert digest.complete
     assert digest.value == "0" * 32
     stored = Digests({"w": digest}).to_json()
-    assert digests_of_json(stored, "file")["w"] == digest
+    assert Digests.from_json(stored, "file")["w"] == digest

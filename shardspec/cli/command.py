@@ -96,6 +96,12 @@ class CommandGroup(click.Group):
             refuse_removed(ctx, cmd_name)
         return command
 
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with the whole first sentence of its help."""
+        rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.commands]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 def _keep(key: str, ctx: click.Context, _: click.Parameter, value: object) -> None:
     if value:
@@ -163,7 +169,7 @@ class Command(click.Command):
         for title, records in rows.items():
             if records:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    formatter.write_dl(records, col_max=min(30, formatter.width // 2 - 2))
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; with ``--verbose``, time, memory and tracebacks go to stderr."""

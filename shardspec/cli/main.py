@@ -66,6 +66,8 @@ _OPTIONS: Final[Mapping[str, str]] = {
 """Options whose names differ from those of the library's arguments."""
 _MAX_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _MAX_LINES: Final = 3  # of an error on a terminal
+_HELP_COLUMNS: Final = 100
+"""Most columns of a help text."""
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
@@ -113,8 +115,10 @@ class _LazyGroup(CommandGroup):
         **extra: Any,  # noqa: ANN401  # passed to click unchanged
     ) -> Never:
         """Run, turn every expected error into one line on stderr, and exit."""
+        # click's own width is 50 or more, also where the terminal is narrower.
+        width = {"terminal_width": min(terminal_width(), _HELP_COLUMNS) - 2}
         try:
-            code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
+            code = super().main(args, prog_name, **{**width, **extra, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = _USAGE
@@ -167,7 +171,7 @@ def _fail(message: str, code: int) -> int:
 
 @click.command(
     cls=_LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="'shardspec COMMAND -h' shows what a command takes, with examples.",
 )
 @click.version_option(package_name="shardspec", message="%(prog)s %(version)s")

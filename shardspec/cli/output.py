@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from shardspec.text import bytes_text, printable, rate_text, seconds_text
+from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: True after ``--quiet``."""
@@ -22,6 +22,10 @@ VERBOSE: Final = "shardspec.verbose"
 
 _PROGRESS_S: Final = 10
 """Seconds between two lines of progress where there is no terminal."""
+_BAR_S: Final = 1
+"""Seconds after which a progress bar appears."""
+_WIDE: Final = 60
+"""Columns from which a line of progress has a title and a bar."""
 
 
 def is_quiet() -> bool:
@@ -98,12 +102,15 @@ def _say_progress(title: str, times: list[float], done: int, total: int) -> None
 
 @contextmanager
 def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet."""
+    """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet.
+
+    The bar appears after a second, so that short commands show none.
+    """
     context = click.get_current_context(silent=True)
     if is_quiet() or not shows:
         yield None
         return
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         verbose = context is not None and bool(context.meta.get(VERBOSE))
         yield partial(_say_progress, title, [time.monotonic()] * 2) if verbose else None
         return
@@ -118,9 +125,22 @@ def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None]
         rich.TransferSpeedColumn(),
         rich.TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with rich.Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    ) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    fitting = columns if terminal_width() >= _WIDE else columns[2:]
+    bar = rich.Progress(
+        *fitting,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task, start = bar.add_task(title, total=None), time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if time.monotonic() - start >= _BAR_S:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        bar.stop()

@@ -302,38 +302,43 @@ class Digests(Mapping[str, TensorDigest]):
             tensors[name] |= {} if digest.complete else {"cover": digest.cover}
         return {"format": DIGEST_FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
 
+    @classmethod
+    def from_json(cls, stored: object, where: str = "digests") -> "Digests":
+        """Return the digests that `to_json` wrote; CheckpointError for another format.
 
-def digests_of_json(stored: object, where: str) -> Digests:
-    """Return the digests that `Digests.to_json` wrote; CheckpointError for another format."""
+        `where` is what errors call them.
+        """
 
-    def wrong(problem: str) -> CheckpointError:
-        return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
+        def wrong(problem: str) -> CheckpointError:
+            return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
 
-    if not isinstance(stored, dict) or stored.get("format") != DIGEST_FORMAT:
-        other = stored.get("format") if isinstance(stored, dict) else stored
-        raise wrong(f"has format {shown(other)}, but digests of {DIGEST_FORMAT!r} are read")
-    seed, entries = stored.get("seed"), stored.get("tensors")
-    if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
-        raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")
-    tensors = {}
-    for name, entry in entries.items():
-        fields = entry if isinstance(entry, dict) else {}
-        shape, value = fields.get("shape"), str(fields.get("value"))
-        cover = None if "cover" not in fields else str(fields["cover"])
-        sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
-        if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
-            raise wrong(f"{shown(name)} has no shape")
-        try:
-            dtype = from_safetensors(str(fields.get("dtype")))
-            tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed, cover)
-        except (DTypeError, CheckpointError) as error:
-            raise wrong(f"{shown(name)}: {error}") from None
-    digests = Digests(tensors, seed)
-    if stored.get("value") != digests.value:
-        raise wrong(
-            f"its value is {shown(stored.get('value'))}, but its tensors give {digests.value}"
-        )
-    return digests
+        if not isinstance(stored, dict) or stored.get("format") != DIGEST_FORMAT:
+            other = stored.get("format") if isinstance(stored, dict) else stored
+            raise wrong(f"has format {shown(other)}, but digests of {DIGEST_FORMAT!r} are read")
+        seed, entries = stored.get("seed"), stored.get("tensors")
+        if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
+            raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")
+        tensors = {}
+        for name, entry in entries.items():
+            fields = entry if isinstance(entry, dict) else {}
+            shape, value = fields.get("shape"), str(fields.get("value"))
+            cover = None if "cover" not in fields else str(fields["cover"])
+            sizes = isinstance(shape, list) and all(
+                type(n) is int and 0 <= n < 2**63 for n in shape
+            )
+            if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
+                raise wrong(f"{shown(name)} has no shape")
+            try:
+                dtype = from_safetensors(str(fields.get("dtype")))
+                tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed, cover)
+            except (DTypeError, CheckpointError) as error:
+                raise wrong(f"{shown(name)}: {error}") from None
+        digests = cls(tensors, seed)
+        if stored.get("value") != digests.value:
+            raise wrong(
+                f"its value is {shown(stored.get('value'))}, but its tensors give {digests.value}"
+            )
+        return digests
 
 
 # --- the sums

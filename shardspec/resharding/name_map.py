@@ -420,15 +420,26 @@ def _implied(ours: Side, theirs: Side, source: Shape, sizes: Mapping[str, int]) 
     dims = parse_view(theirs[1])
     names = [name for factors in dims for name in factors]
     cut = {text.split("[")[0].strip() for text in theirs[2:]}
-    # Factors without a partner of the same name are equated in order.
-    free = iter([length for name, length in lengths.items() if name not in names])
     for name in names:
         if name in cut and name not in sizes:
             problem = f"the size {name!r} is not known; give it in the sizes"
             raise SpecSyntaxError(problem, theirs[1], theirs[1].index(name))
-        if name not in lengths and name not in cut:
-            lengths[name] = next(free, 0)
-    known = {**lengths, **sizes}
+    named = {name: sizes[name] for name in names if name in sizes}
+    view = [" ".join(named), *theirs[2:]]
+    covered = factors_of(view, list(named.values()), {**lengths, **sizes})[1] if named else {}
+    # Factors without a partner of the same name are equated in order, as `views_of` does.
+    free = [length for name, length in lengths.items() if name not in names]
+    unpaired = [
+        n for n in names if n not in lengths and (n not in covered or covered[n].length != 1)
+    ]
+    if len(free) > len(unpaired):
+        free = [length for length in free if length != 1]
+    known = {
+        **dict.fromkeys(names, 0),
+        **lengths,
+        **dict(zip(unpaired, free, strict=False)),
+        **sizes,
+    }
     shape = tuple(prod(known[name] for name in factors) for factors in dims)
     if min(shape, default=0) < 0 or prod(size for size in shape if size) > MAX_SIZE:
         raise SpecSyntaxError(f"no tensor is {shown(shape)}", theirs[1], 0)

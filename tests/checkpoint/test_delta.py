@@ -27,6 +27,7 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
+from tests.dist.processes import run_ranks
 
 INDEX = "model.safetensors.index.json"
 MESH = DeviceMesh(range(4), (2, 2))
@@ -141,6 +142,18 @@ def test_deltas_of_tensors_in_memory_are_those_of_checkpoints(place, tmp_path):
     with pytest.raises(LayoutError, match="pending"):
         delta(state(1), {**new, "n": pending}, tmp_path / "no", version=2)
     assert not (tmp_path / "no").exists()
+
+
+def delta_of_one_rank(rank, place):
+    """In a job, rank 1 writes a delta of plain tensors by itself."""
+    if rank == 1:
+        delta(state(1), state(2), place / "alone", version=2)
+
+
+def test_plain_tensors_are_whole_on_each_rank_of_a_job(place, tmp_path):
+    run_ranks(2, tmp_path, delta_of_one_rank, tmp_path)
+    for file in (place / "xor-xxh3-128-2").iterdir():
+        assert (tmp_path / "alone" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_where_nothing_changed_there_is_no_file(place, tmp_path):

@@ -84,6 +84,15 @@ def test_what_an_option_takes_is_named_in_words_not_as_a_constant():
     assert [word for word in sorted(taken) if "_" in word] == []
 
 
+@pytest.mark.parametrize("words", [(), ("links",), ("delta",), ("plan",)])
+def test_help_fits_a_narrow_terminal_and_ends_no_sentence_early(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = run(*words, "-h").stdout.partition("Examples:")[0]
+    assert "..." not in text.replace("]...", "")
+    wide = [line for line in text.splitlines() if cell_len(line) > 40]
+    assert [line for line in wide if len(line.split()) > 1] == []
+
+
 def test_help_lists_commands_by_task():
     groups = run("-h").stdout.partition("message and exit.\n\n")[2].split("\n\n")
     found = {

@@ -220,27 +220,47 @@ def test_what_holds_no_tensor_is_not_merged_into_nothing(tmp_path):
     assert run(tmp_path / "rng_state.pth", "-o", tmp_path / "out.pt").exit_code == 0
 
 
-def test_a_bar_on_a_terminal(tmp_path):
-    ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    command = [sys.executable, "-m", "shardspec", "merge", ckpt, "-o"]
-    for options, shown in ([], True), (["--quiet"], False), (["--json"], False):
-        ours, theirs = os.openpty()
-        ended = subprocess.run(
-            [*command, tmp_path / f"out{len(os.listdir(tmp_path))}", *options],
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
-        )
-        os.set_blocking(ours, False)
-        try:
-            drawn = os.read(ours, 1 << 16)
-        except BlockingIOError:
-            drawn = b""
-        os.close(ours)
-        os.close(theirs)
-        assert ended.returncode == 0
-        assert (b"bytes" in drawn) == shown, drawn
-        assert (b"\x1b" in drawn) == shown
+BAR = """
+import sys, time
+from shardspec.cli.output import progress_bar
+
+with progress_bar(True, "merge") as update:
+    for at in range(int(sys.argv[1])):
+        if update is not None:
+            update(at << 30, 4 << 30)
+        time.sleep(0.4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "term", "columns", "shown"),
+    [
+        (1, "xterm", 100, False),  # done within a second
+        (4, "xterm", 100, True),
+        (4, "xterm", 40, True),
+        (4, "dumb", 100, False),
+    ],
+)
+def test_a_bar_appears_on_a_terminal_after_a_second(times, term, columns, shown):
+    ours, theirs = os.openpty()
+    ended = subprocess.run(
+        [sys.executable, "-c", BAR, str(times)],
+        stderr=theirs,
+        env=os.environ | {"TERM": term, "COLUMNS": str(columns)},
+    )
+    os.set_blocking(ours, False)
+    try:
+        drawn = os.read(ours, 1 << 16).decode()
+    except BlockingIOError:
+        drawn = ""
+    os.close(ours)
+    os.close(theirs)
+    assert ended.returncode == 0
+    assert ("GiB" in drawn) == shown, drawn
+    assert ("\x1b" in drawn) == shown
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn))
+    assert all(len(line) <= columns for line in lines)
+    assert all("GiB" in line for line in lines if line), "one line, drawn over itself"
 
 
 @pytest.mark.parametrize("name", ["m.gguf", "m.onnx", "model-v1.5"])

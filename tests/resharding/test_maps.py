@@ -181,6 +181,32 @@ def test_the_target_is_implied_by_views_and_sizes():
         target_shapes(MAP, SOURCE)
 
 
+@pytest.mark.parametrize("view", ["", "a b", "one", "(a one) b"])
+def test_a_part_of_a_dim_is_paired_in_order(view):
+    """Views with other names than the target's, or no view at all."""
+    shape = (1, 2, 3) if view == "one" else (2, 3)
+    source = ["k", *([view] if " " in view else [])]
+    text = f"""
+    [sizes]
+    r = 5
+    one = 1
+    [[map]]
+    source = "q"
+    target = ["qk", "r c", "r[:3]"]
+    [[map]]
+    source = {source}
+    target = ["qk", "r c", "r[3:]"]
+    """
+    q, k = torch.arange(9.0).view(3, 3), torch.arange(6.0).view(shape)
+    mesh = DeviceMesh(range(2), (2,))
+    state = {
+        name: DTensor(t, mesh, f"[{','.join('R' * t.dim())}]")
+        for name, t in {"q": q, "k": k}.items()
+    }
+    moved = reshard_state(state, {"qk": "[S0,R]"}, names=NameMap.parse(text))
+    assert torch.equal(moved["qk"].to_global(), torch.cat([q, k.view(2, 3)]))
+
+
 def faults() -> list[tuple[str, str, str]]:
     return [
         ("missing expert", 'source = ["layers.{i}.experts.{e}.down', 'source = ["layers.{i}.x.{e}'),

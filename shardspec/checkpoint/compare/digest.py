@@ -46,7 +46,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.consensus import agree
 from shardspec.dtypes import bits_type, item_bytes
 from shardspec.errors import CheckpointError, LayoutError
-from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
+from shardspec.resharding.digests import LANES, Digests, TensorDigest
 from shardspec.resharding.name_map import NameMap, Names, Naming
 from shardspec.resharding.total import dropped_by
 from shardspec.text import Argument
@@ -253,7 +253,7 @@ def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: i
 def read_digests(path: PurePath | str) -> Digests:
     """Return the digests in a file; raises CheckpointError for any other file."""
     place = storage_path(path)
-    return digests_of_json(read_json(place, "digests"), str(place))
+    return Digests.from_json(read_json(place, "digests"), str(place))
 
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:

@@ -74,9 +74,10 @@ def catalog_of(described: rank_state.Described, communicator: Communicator) -> C
 def state_catalog(state: Mapping[str, Any]) -> Catalog:
     """Return a state dict of this process as a checkpoint; plain values are skipped.
 
-    Raises LayoutError if shards are on other ranks or a reduction is pending.
+    Tensors of a state dict without DTensors are whole here, also in a job. Raises LayoutError if
+    shards are on other ranks or a reduction is pending.
     """
-    communicator = rank_state.communicator_of_state(state)
+    communicator = rank_state.communicator_of_state(state, alone=True)
     if set(communicator.addressable) != set(communicator.mesh.ids):
         raise LayoutError(
             "the state dict has shards on other ranks; gather it first, with full_tensor(), or "

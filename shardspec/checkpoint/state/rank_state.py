@@ -11,7 +11,7 @@ from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.state.state_dict import FlatState, Leaf, flatten
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.comm.agreement import on_all_ranks
-from shardspec.comm.communicator import Communicator
+from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.consensus import agree, check_same
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.common_mesh import on_larger_mesh
@@ -51,10 +51,11 @@ class Described:
             yield data[at : at + _PIECE_BYTES]
 
 
-def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
+def communicator_of_state(state_dict: Mapping[str, Any], *, alone: bool = False) -> Communicator:
     """Return the communicator of a state dict's largest mesh; other meshes are slices of it.
 
-    Errors are raised on all ranks of the job.
+    Without DTensors it is that of the job or, if `alone`, of this process. Errors are raised on all
+    ranks of the job.
     """
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor
@@ -71,7 +72,7 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
                 )
     if communicators:
         return max(communicators.values(), key=lambda communicator: communicator.mesh.size())
-    return communicator_of(world_mesh())
+    return SimulatedCommunicator(DeviceMesh([0])) if alone else communicator_of(world_mesh())
 
 
 def world_mesh() -> DeviceMesh:
