@@ -1,4 +1,4 @@
-"""Element types as plain names, so that nothing below the tensors needs torch.
+"""Element types as plain names, so that only `shardspec.tensor` needs torch's.
 
 A dtype is a string, torch's name for it (``"bfloat16"``). `dtype_name` also accepts short forms
 (``"bf16"``), names in safetensors files (``"BF16"``), and dtypes of torch and numpy.

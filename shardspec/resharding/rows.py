@@ -1,7 +1,7 @@
 """Exports a reshard plan as rows, each a strided copy between two flat shards.
 
-Rows can be used without the planner: `docs/transfers.md` explains the fields, with a player of some
-forty lines.
+Other programs can carry out rows: `docs/transfers.md` explains the fields, and has a program of
+forty lines that does so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -226,7 +226,10 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
 
 
 def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counter[StoragePath]:
-    """Check that boxes tile every tensor and replicas agree; return the bytes to read by file."""
+    """Check that boxes tile every tensor and replicas agree; return the bytes to read of each file.
+
+    With `verify`, replicas of equal digests are not compared, since digests are checked later.
+    """
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors with the same layout share one count.

@@ -210,9 +210,9 @@ def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockP
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, list[BlockPart]]]:
-    """Yield the blocks of a box of a tensor: bytes, and parts in stored boxes of all addends.
+    """Cut a box into pieces; yield the bytes of each, and where it is in the stored boxes.
 
-    A block has at most `most` bytes, a multiple of every item size.
+    A piece has at most `most` bytes, a multiple of every item size.
     """
     width = item_bytes(tensor.dtype)
     stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]

@@ -242,8 +242,8 @@ def reduce(
 ) -> None:
     """Combine the addends of a block into `out`; `Layout` has checked that the dtype allows it.
 
-    The pending reductions share one operation, or are sums and means. A sum may have weights. The
-    memory of each addend may be reused for the next one and for the result.
+    The pending reductions share one operation, or are sums and means. A sum may have weights. All
+    addends may be in the same memory, one after the other; `out` may be that memory too.
 
     >>> out, addends = np.zeros(4, np.uint8), (np.float32([x]).view(np.uint8) for x in (1, 2))
     >>> reduce("float32", [StoredReduction("sum", 2)], addends, out)

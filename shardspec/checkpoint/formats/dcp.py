@@ -319,7 +319,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return the files of a model, and those of Megatron-core and Lightning beside them."""
+    """Return the files that are copied: config, tokenizer, and those of Megatron and Lightning."""
     run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
     return model_sidecars(directory, names) | run.intersection(names)
 

@@ -1,4 +1,4 @@
-"""Loads checkpoints: executes a plan whose source layouts are files.
+"""Loads checkpoints: executes a plan whose source boxes are read from files.
 
 Every rank reads the shards of its own devices, and casts where the plan requires it. If a box has
 replicas in several files, all ranks read the first one, so differing replicas are not mixed.
