@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     @property
     def sides(self) -> dict[str, Side | None]:
-        """Name, view and slices at each place: one of `PLACES`, or ``hf`` for Hugging Face files."""
+        """Name, view and slices at each place: one of `PLACES`, or ``hf`` for files."""
         return {"hf": self.side, **self.places}
 
 
