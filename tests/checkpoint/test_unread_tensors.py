@@ -91,7 +91,7 @@ def test_a_pickle_of_tensors_is_not_cast_in_silence(tmp_path):
 def test_only_the_part_of_a_rank_in_a_pickle_is_refused_by_name(tmp_path):
     part = _dtensor_of_two_ranks()
     place = save_dcp({"w": torch.ones(2), "model": {"x": part}}, tmp_path / "a", flat=False)
-    with pytest.raises(CheckpointError, match=r"'model.x' may be, .*part of a tensor"):
+    with pytest.raises(CheckpointError, match=r"'model\.x'.*part of a tensor"):
         merge(place, tmp_path / "out")
     assert merge(place, tmp_path / "out", exclude="model.x").tensors == 1
 

@@ -7,6 +7,7 @@ that shardspec does not read are right only as a whole.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -367,7 +368,7 @@ def _act(home: Path, scheme: Scheme, where: str, spec: str, devices: int, right:
     assert (wrong is None) == (planned is None), (wrong, planned)
     if wrong is not None:
         assert "inside" in wrong, wrong
-        assert "cut" in wrong.rpartition(";")[2], wrong
+        assert re.search("shard|split|replicate", wrong.rpartition(";")[2]), wrong
     # Where nothing states the sizes, a cut that may be wrong is refused.
     if where != "nowhere" or not right:
         assert (wrong is None) == right, (right, wrong)

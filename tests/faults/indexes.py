@@ -122,7 +122,7 @@ def _act(folder: Folder, place: Path) -> None:
         assert code == 0, error
         same(place / "out", due)
     path = source / folder.name(folder.files)
-    refused(["merge", path, "-o", place / "one"], place, f"is file {folder.files} of")
+    refused(["merge", path, "-o", place / "one"], place, f"file {folder.files} of")
 
 
 def every_folder() -> Iterator[Folder]:

@@ -89,7 +89,7 @@ def test_two_iterations_and_trackers_that_name_neither(ckpt, tmp_path):
     assert "iter_0000010, iter_0000020" in refused(run, tmp_path, dcp=True)
     for said in ("30", "../ckpt", "release", "-10"):
         tracker.write_text(said)
-        assert f"says {said!r}, but no such checkpoint" in refused(run, tmp_path, dcp=True)
+        assert f"{said!r}, but no such checkpoint" in refused(run, tmp_path, dcp=True)
 
 
 @pytest.fixture

@@ -319,7 +319,7 @@ def test_an_unknown_dtype_hinders_only_its_tensor(tmp_path):
     source = open_checkpoint(tmp_path / "c")
     assert source.tensor("a").dtype == "float32"
     assert source.names == ("a",)
-    with pytest.raises(CheckpointError, match=r"'z' may be.* torch.complex32, which is not supp"):
+    with pytest.raises(CheckpointError, match=r"'z'.*torch\.complex32"):
         merge(tmp_path / "c", tmp_path / "out")
     assert merge(tmp_path / "c", tmp_path / "out", include="a", dtype="bf16").tensors == 1
     reshard(tmp_path / "c", tmp_path / "o", device_mesh=DeviceMesh([0, 1]), exclude="z")

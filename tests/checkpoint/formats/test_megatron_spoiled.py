@@ -107,9 +107,9 @@ def test_ranks_that_are_not_said(tmp_path, how):
     paths = [ckpt / f"mp_rank_{rank:02d}_001" / "model_optim_rng.pt" for rank in range(3)]
     first, _, last = (path.read_bytes() for path in paths)
     paths[2].write_bytes(first)
-    assert refused(ckpt, **OPTIONS) == (
-        f"{paths[2]}: has the tensors of {paths[0]}; one is a copy of the other, restore it"
-    )
+    error = refused(ckpt, **OPTIONS)
+    assert error.startswith(f"{paths[2]}: ")
+    assert str(paths[0]) in error
     paths[0].write_bytes(last)
     found = read_whole(ckpt, **OPTIONS)
     parts = MODEL["output_layer.weight"].chunk(3)
