@@ -25,7 +25,7 @@ BUDGET = {
     "shardspec/profiling": (378, 3),
     "shardspec/resharding": (4687, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3317, 16),
-    "tests": (56653, 352),  # 98 lines hold the rules of plain English
+    "tests": (56654, 352),  # 98 lines hold the rules of plain English
 }
 
 
