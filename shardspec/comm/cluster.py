@@ -7,7 +7,7 @@
 20.8
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -187,8 +187,9 @@ def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
     """
     shares = []
     for axis, size in enumerate(hosts.shape):
-        lines = np.moveaxis(hosts, axis, -1).reshape(-1, size)
-        counts = {n for row in np.unique(lines, axis=0) for n in Counter(row.tolist()).values()}
+        lines = np.sort(np.moveaxis(hosts, axis, -1).reshape(-1, size), axis=1)
+        begins = np.insert(lines[:, 1:] != lines[:, :-1], 0, True, axis=1)
+        counts = set(np.diff(np.append(np.flatnonzero(begins), lines.size)).tolist())
         shares.append(gcd(*counts))
         if shares[-1] < min(counts) or shares[-1] == 1 < max(counts):
             return None
