@@ -336,7 +336,7 @@ def _part_intervals(
 
 @dataclass(frozen=True, slots=True)
 class LayoutCell:
-    """A layout restricted to one box of the tensor, a cell, of which a device has one part."""
+    """A layout restricted to a cell: a box of the tensor. Each device has one part of it."""
 
     layout: Layout
     cell: Box

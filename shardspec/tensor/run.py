@@ -283,7 +283,7 @@ def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def copies_of(tensor: torch.Tensor, count: int, *, distinct: bool = False) -> Shards:
-    """Return `count` copies of a tensor; all have equal gradients, of which the first is used.
+    """Return `count` copies of a tensor. Their gradients are equal, so only the first is used.
 
     The first shares the tensor's memory, and so do the others unless they are `distinct`.
     """
