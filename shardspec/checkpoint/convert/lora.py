@@ -74,7 +74,9 @@ _HEAD: Final = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
 _MOST: Final = 1 << 32
 """Bound of ranks and alphas."""
 _REPEATS: Final = "*+{"
+"""Characters that repeat a part of a regular expression."""
 _MOST_REPEATS: Final = 4
+"""Bound of them in a key of `rank_pattern` or `alpha_pattern`: more could match for hours."""
 _KEPT_BYTES: Final = 32 << 20
 """Bytes of an adapter's tensors that are kept in memory."""
 _ALONE: Final = 1 << 18

@@ -390,7 +390,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files of older saves; a file that cannot be removed only takes space."""
+    """Remove files of older or failed saves; one that cannot be removed only takes space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()
