@@ -45,7 +45,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """One stored box of a tensor, without its file offset."""
+    """One stored box of a tensor: its file, without the position in it."""
 
     box: Box
     """Box in the global tensor; never empty."""
@@ -57,21 +57,21 @@ class FileBox:
 
 
 class Computed(Protocol):
-    """Computes the row-major bytes of a tensor from those of other tensors."""
+    """Makes the bytes of a tensor that no file stores, for example from codes and their scales."""
 
     @property
     def reads(self) -> "Mapping[StoragePath, int]":
-        """Source files, and the number of bytes read from each."""
+        """Files to read, and the number of bytes from each."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
     ) -> None:
-        """Fill a block with a part of the tensor; see `BlockPart`."""
+        """Write the part from byte `start` on into `room[at:]`, with the steps of a `BlockPart`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(FileBox):
-    """One stored box of a tensor, with its file offset."""
+    """One stored box of a tensor: its file, and the position of its bytes there."""
 
     offset: int
     """Position of the first byte in the file."""
@@ -86,7 +86,7 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A reduction that readers finish: pending over a mesh axis, or a sum of checkpoints."""
+    """A sum or other reduction of stored addends, of a partial axis or of several checkpoints."""
 
     op: ReduceOp
     addends: int
@@ -100,7 +100,7 @@ AnyBox = TypeVar("AnyBox", bound=FileBox)
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[_Box_co]):
-    """Shape, dtype, spec and boxes of a tensor, with the files but without file offsets."""
+    """A tensor of a checkpoint: shape, dtype, spec, and boxes with files but without offsets."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,13 +120,13 @@ class Outline(Generic[_Box_co]):
         return prod(self.shape) * item_bytes(self.dtype)
 
     def bytes_of(self, stored: FileBox) -> int:
-        """Return the number of bytes of one stored box."""
+        """Return the bytes of a stored box: a box of 2 x 3 float32 elements has 24."""
         return box_size(stored.box) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
-    """A tensor of a checkpoint and the file offsets of all its boxes."""
+    """A tensor of a checkpoint: shape, dtype, spec, and the file position of every box."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
@@ -134,7 +134,7 @@ AnyOutline: TypeAlias = Outline[FileBox]
 
 
 class StoredObject(NamedTuple):
-    """Pickle that torch's DCP stores for an entry that is not a tensor; copied unread."""
+    """Pickled entry of torch's DCP that is not a tensor; outputs get a copy of its bytes."""
 
     path: StoragePath
     offset: int
@@ -181,7 +181,7 @@ def opaque_parts(value: object) -> Iterator[OpaqueValue]:
 
 
 def distinct(tensor: Outline[AnyBox]) -> tuple[AnyBox, ...]:
-    """Return the boxes of a tensor without replicas: the first stored copy of each.
+    """Return the boxes of a tensor, with one stored copy of each box: the first.
 
     >>> copies = [unsharded_tensor("w", (2,), "int8", storage_path(p), 0).boxes[0] for p in "ab"]
     >>> tensor = StoredTensor("w", (2,), "int8", None, (), tuple(copies))
@@ -208,7 +208,7 @@ NO_METADATA: Final = FileMetadata()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """Facts about a checkpoint other than its tensors and values.
+    """What is known about a checkpoint besides its tensors and values, such as notes for the user.
 
     A derived catalog copies them, and replaces the fields that contain names of tensors.
     """
@@ -278,7 +278,7 @@ class Catalog:
             )
 
     def with_facts(self, facts: CheckpointFacts) -> Self:
-        """Return the same checkpoint with other facts."""
+        """Return a catalog of the same tensors with other `CheckpointFacts`."""
         other = copy(self)
         other.facts = facts
         return other
@@ -290,43 +290,43 @@ class Catalog:
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
+        """Entries that are not tensors, such as the step: name to plain value or `OpaqueValue`."""
         return self._extras
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return one of the tensors that `names` lists."""
+        """Return shape, dtype and the file positions of a tensor's boxes; reads no data."""
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return the `Outline` of a tensor without reading the files of its boxes."""
+        """Return shape, dtype and boxes of a tensor from the index; opens no weight file."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key, equal for tensors with the same stored bytes; reads as `outline` does."""
+        """Return a key of the stored bytes of a tensor; tied tensors have equal keys."""
         boxes = self.tensor(name).boxes
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
     @property
     def sources(self) -> "tuple[Catalog, ...]":
-        """The opened checkpoints that tensors come from."""
+        """The checkpoints whose files are read: this one, or those that this view derives from."""
         return (self,)
 
     def as_stored(self) -> "Catalog":
-        """Return a view that does not unpack tensors inside pickled objects."""
+        """Return a view that lists pickled objects as they are, without the tensors in them."""
         return self
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # subclasses override it
-        """Return True if digests prove that replicas are equal; reads no more than `outline`."""
+        """Return True if recorded digests prove that all replicas of a tensor are equal."""
         return False
 
     wants_digests: frozenset[str] = frozenset()
     """Names of the tensors whose digests `check_written` needs."""
 
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
-        """Check the digests of the written tensors, before the output is published."""
+        """Compare the digests of written tensors with those of the source, before publishing."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
         """Check that the checkpoint's files, and those in `beside`, are unchanged since opening.
@@ -343,7 +343,7 @@ class Catalog:
 
 
 class DerivedCatalog(Catalog, ABC):
-    """A view of another checkpoint that derives each tensor when it is looked up.
+    """A view of another checkpoint that computes each tensor on demand, such as a renamed one.
 
     It copies the facts of that checkpoint, except those with names of tensors if names change.
     """
@@ -362,7 +362,7 @@ class DerivedCatalog(Catalog, ABC):
 
     @property
     def sources(self) -> tuple[Catalog, ...]:
-        """The opened checkpoints that tensors come from."""
+        """The checkpoints whose files are read."""
         return self.base.sources
 
     @abstractmethod
@@ -370,7 +370,7 @@ class DerivedCatalog(Catalog, ABC):
         """Return a tensor derived from those of the other checkpoint."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
-        """Check that the files of the other checkpoint are unchanged since opening."""
+        """Check that the files of the other checkpoint have not changed since it was opened."""
         self.base.check_unchanged(beside)
 
 
@@ -388,7 +388,7 @@ ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
 
 
 def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
-    """Return the pending reductions of a layout, in the order of its spec.
+    """Return the pending reductions of a layout, one for each partial mesh axis.
 
     >>> stored_reductions(Layout(DeviceMesh(range(2), (2,)), "[R|P0]", (4,), "float32"))
     (StoredReduction(op='sum', addends=2, weights=()),)
@@ -398,7 +398,7 @@ def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
 
 
 def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
-    """Return the nonempty boxes of a device; several if the spec has parts.
+    """Return the boxes that a device has; several if the sharded dim has parts, none if empty.
 
     >>> replica_keys(Layout(DeviceMesh(range(2), (2,)), "[S0]", (4,), "int8"), 1)
     ((((2, 4),), ()),)
@@ -496,7 +496,7 @@ _shape = lru_cache(1024)(box_shape)
 
 
 class FileEntry(NamedTuple):
-    """One file of a rank; the boxes of one tensor follow each other in the file."""
+    """A file of one rank with its boxes; those of one tensor follow each other."""
 
     name: str
     rank: int
@@ -505,7 +505,7 @@ class FileEntry(NamedTuple):
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to be written."""
+    """A tensor of an output: its new name and dtype, and the stored boxes to read."""
 
     name: str
     source: str  # its name in the checkpoint that is read
@@ -519,7 +519,7 @@ class OutputTensor(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A row-major box of a tensor that is written at one position of a file."""
+    """A box of a tensor, and where it is written: a file position, in row-major order."""
 
     tensor: OutputTensor
     box: Box
@@ -595,7 +595,7 @@ class Listing(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Entries that are not tensors and are copied into an output."""
+    """Entries of a checkpoint that are not tensors and go into the output."""
 
     names: frozenset[str]
     """Names in the checkpoint."""
@@ -606,7 +606,7 @@ class Carried(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An output to be written: one file, or a directory of files."""
+    """The files of an output: which box of which tensor goes to which position."""
 
     files: tuple[OutputFile, ...]
     directory: bool

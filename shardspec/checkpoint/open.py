@@ -136,7 +136,7 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
 
 @contextmanager
 def _reported(place: StoragePath) -> Iterator[None]:
-    """Convert operating system errors about `place` into a CheckpointError that names it."""
+    """Turn an OSError about `place`, such as a missing permission, into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -145,7 +145,7 @@ def _reported(place: StoragePath) -> Iterator[None]:
 
 
 def _find(place: StoragePath, named: Newest | None = None, run: Format | None = None) -> _Place:
-    """Return the checkpoint at a path; with `named`, the newest one of a `run`."""
+    """Return the checkpoint at a path; `named` is set if the tracker of a `run` led to it."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot contain a NUL; check it")
     try:
@@ -176,7 +176,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
 
 
 def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
-    """Return the checkpoint in a directory; in the directory of a run, the newest one."""
+    """Return the checkpoint in a directory, or the newest one if this is the directory of a run."""
     newest = None if format.newest is None else format.newest(place, names)
     if newest is None:
         return _Place(place, place, format)
@@ -184,7 +184,7 @@ def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place
 
 
 def _find_file(place: StoragePath) -> _Place:
-    """Return the checkpoint at the path of a file: the file alone, or the checkpoint around it."""
+    """Return the checkpoint at a file: the file, or the checkpoint of the directory around it."""
     if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
@@ -214,12 +214,12 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint in a file, or in the files that this file lists."""
+    """Return the checkpoint that a file is by itself, or whose files it lists as an index."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
 def _nearby(place: StoragePath, names: Sequence[str]) -> str:
-    """Return an error that names checkpoints below a directory, or files of torch in it."""
+    """Return the error for a directory without weights; it names the checkpoints further down."""
     start = "is not a checkpoint itself, but there"
     level = [place]
     # In an object store, each directory would cost a request.
@@ -242,7 +242,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _names(directory: StoragePath) -> list[str]:
-    """Return the names in a directory in natural order: step-9 before step-10."""
+    """Return the names in a directory, step-9 before step-10; none if it cannot be listed."""
     try:
         return natural_order(directory.names())
     except (OSError, CheckpointError):
@@ -250,7 +250,7 @@ def _names(directory: StoragePath) -> list[str]:
 
 
 def _not_read(names: Sequence[str]) -> str | None:
-    """Return an error that names the format of files if it is known but unsupported; else None."""
+    """Return an error that names a known but unsupported format, such as Orbax; else None."""
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in names):
             return f"is of {kind}, which is not read; {remedy}"

@@ -1,4 +1,4 @@
-"""Defines `Format`, and lists the formats of this library and of installed packages.
+"""Lists the formats of checkpoints that can be read and written, and recognizes them by file names.
 
 Each format is a module of this folder with a `Format` named `FORMAT`. Another package provides a
 format through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
@@ -52,7 +52,7 @@ Keeps: TypeAlias = Literal["tensors", "notes", "values", "objects"]
 
 
 class OpenOptions(NamedTuple):
-    """Facts from the caller that the format of a checkpoint does not record."""
+    """Arguments of `open_checkpoint` for formats that do not record how tensors are sharded."""
 
     ranks: int | None = None
     """Number of ranks that wrote the checkpoint."""
@@ -61,7 +61,7 @@ class OpenOptions(NamedTuple):
 
 
 class FileStart(NamedTuple):
-    """Name, first bytes and size of a file."""
+    """A file that may be a checkpoint: its name, first bytes and size."""
 
     name: str
     head: bytes
@@ -75,7 +75,7 @@ class FileStart(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Requested contents of an output."""
+    """Everything that `Format.lay_out` needs: tensors, values, mesh and layouts of an output."""
 
     name: str
     """Last part of the output's path."""
@@ -99,7 +99,7 @@ class Wanted(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """Current checkpoint in the directory of a run."""
+    """The checkpoint to open in the directory of a run, such as ``iter_0000010``."""
 
     place: StoragePath
     note: str
@@ -109,7 +109,7 @@ class Newest(NamedTuple):
 
 
 def never(_: object) -> bool:
-    """Return False."""
+    """Return False; the default of optional tests."""
     return False
 
 
@@ -186,11 +186,11 @@ class Format:
 
     @property
     def called(self) -> str:
-        """Name of the format in messages."""
+        """Name of the format in messages, such as "Megatron-LM"."""
         return self.title or self.name
 
     def directory_of(self, path: StoragePath) -> StoragePath | None:
-        """Return the directory of the checkpoint with this file; None if a file is a checkpoint."""
+        """Return the directory to open for a named file; None to open the file by itself."""
         if self.part_of is not None:
             return self.part_of(path)
         is_part = self.reads_file is never and self.recognizes((path.name,))
@@ -205,7 +205,7 @@ def _module(name: str) -> Format:
 
 
 def formats(names: Collection[str] | None = None) -> Iterator[Format]:
-    """Yield the formats in order of recognition; given file names, only those that may match."""
+    """Yield built-in, then installed formats; given file names, only those that may match."""
     yield from built_in(names)
     yield from installed()
 
@@ -242,7 +242,7 @@ def installed() -> tuple[Format, ...]:
 
 
 def _names(format: Format) -> tuple[str, ...]:
-    """Return the name and extensions of a format, which no other format may have."""
+    """Return the name and the extensions of a format; two formats may not share any."""
     return (format.name, *(format.extensions if format.writes else ()))
 
 
@@ -277,7 +277,7 @@ def format_of(names: Sequence[str]) -> Format | None:
 
 
 def format_called(title: str) -> Format | None:
-    """Return the format with the title of a catalog; None if there is none.
+    """Return the format with this title, which catalogs have as their `format`; None if unknown.
 
     >>> format_called("Megatron-LM").name
     'megatron'
@@ -363,7 +363,7 @@ def merged_format(
 def named_by(
     tracker: StoragePath, names: Collection[str], folders_of: Callable[[str], Sequence[str]]
 ) -> Newest:
-    """Return the checkpoint that a tracker file of a run names.
+    """Return the checkpoint that a tracker names, such as ``latest`` with "global_step5" in it.
 
     `folders_of` returns the possible directory names for the text of the file. Raises
     `CheckpointError` if none of them is among `names`.
@@ -382,7 +382,7 @@ def named_by(
 
 
 def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newest:
-    """Return the only checkpoint of a run that lacks a `tracker`; CheckpointError if several."""
+    """Return the only checkpoint in the directory of a run; CheckpointError if it has several."""
     if len(checkpoints) != 1:
         raise CheckpointError(
             f"{run}: has the checkpoints {', '.join(checkpoints) or '(none)'} and no {tracker} "

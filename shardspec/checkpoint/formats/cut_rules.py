@@ -1,8 +1,8 @@
-"""Merges tensor parallel rank files of Megatron and Meta by sharding rules.
+"""Merges tensor parallel files of Megatron and Meta by rules such as "``wo`` is cut along dim 1".
 
 The files do not record how a tensor was sharded. A rule maps a shell pattern of names to a spec
-over the axis ``tp``. For a fused tensor it also gives the parts of the sharded dim, and each part
-is sharded separately. In TOML::
+over the axis ``tp``. A fused tensor, such as q, k and v in one, also has parts of the sharded dim:
+every rank has a shard of each part. In TOML::
 
     "*.linear_fc2.weight" = "[R,S(tp)]"
     "*.linear_fc1.weight" = { spec = "[S(tp),R]", parts = 2 }
@@ -44,7 +44,7 @@ _EXPERT: Final = re.compile(
     r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?\Z)",
     re.DOTALL,
 )
-"""Names of numbered layers and experts; the text around the number identifies their list."""
+"""Matches names of experts in a list; group 2 is the number of the expert."""
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
@@ -61,7 +61,7 @@ def read_toml(path: PurePath) -> dict[str, object]:
 
 
 def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
-    """Parse rules into specs, with parts as proportions.
+    """Parse sharding rules from a table or a TOML file; `parts` become shares of the dim.
 
     >>> str(cut_rules({"*.fc1.weight": {"spec": "[S(tp),R]", "parts": 2}})["*.fc1.weight"].spec)
     '[S(tp){1,1},R]'
@@ -112,7 +112,7 @@ class SourceRules(NamedTuple):
     """True for old files, whose query_key_value is not sorted by heads."""
 
     def find(self, name: str, dims: int, path: StoragePath) -> ShardingSpec:
-        """Return the spec of a tensor; `path` is for errors."""
+        """Return the spec of a tensor with `dims` dims; CheckpointError if no rule matches."""
         for rules in (self.own, self.shipped):
             pattern = last_match(rules, name)
             if pattern is not None:
@@ -134,7 +134,7 @@ class SourceRules(NamedTuple):
 
 
 class ModelChunk(NamedTuple):
-    """Consecutive layers of one stage: the state of each tensor parallel rank."""
+    """Consecutive layers of a model, as one file of each tensor parallel rank."""
 
     states: Sequence[TorchState]
     first_rank: int = 0
@@ -145,7 +145,7 @@ class ModelChunk(NamedTuple):
 
 
 def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str, StoredTensor]:
-    """Return the tensors of the model; later chunks continue the numbers of layers and experts."""
+    """Return the tensors of the model, its layers and experts renumbered over all chunks."""
     tensors: dict[str, StoredTensor] = {}
     layers_before: Counter[str] = Counter()
     for chunk in chunks:
@@ -177,7 +177,7 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
 
 
 def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple[str, str], int]:
-    """Return the number of layers or experts in each list of a chunk, numbered from 0."""
+    """Return how many layers (or experts) each list of a chunk has; they must be 0 to n - 1."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
         numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
@@ -193,7 +193,7 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple
 
 
 def _count_experts(chunk: ModelChunk) -> int:
-    """Return the number of experts per layer of a chunk; 0 if their numbers are global."""
+    """Return the experts per layer in a file; 0 if they are numbered for the entire model."""
     path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
         return 0
@@ -214,7 +214,7 @@ def _count_experts(chunk: ModelChunk) -> int:
 
 
 def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -> StoredTensor:
-    """Return a tensor of one chunk, by its global name, with the boxes of every rank."""
+    """Return one tensor: its global shape, and the box that each tensor parallel rank stores."""
     shards = [(state.path, *state.tensors[local_name]) for state in chunk.states]
     first_path, first, _ = shards[0]
     for path, local, _ in shards:

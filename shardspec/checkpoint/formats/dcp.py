@@ -67,9 +67,9 @@ _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|
 
 
 class _DcpCatalog(catalog.Catalog):
-    """Tensors and values of a DCP directory; nested names are joined by dots, as in torch.
+    """A DCP directory; nested names are joined by dots, as in torch.
 
-    Tensors inside pickled entries are listed too; `as_stored` does not unpack the entries.
+    A pickled entry may contain tensors: these are listed too, but not by `as_stored`.
     """
 
     def __init__(
@@ -87,27 +87,27 @@ class _DcpCatalog(catalog.Catalog):
         self._outlines, self._inside, self._as_stored = tensors, inside, as_stored
 
     def as_stored(self) -> catalog.Catalog:
-        """Return the checkpoint without unpacking pickled entries."""
+        """Return a view that lists pickled entries, not the tensors inside them."""
         stored = self._as_stored
         if stored is None:
             return self
         return stored.with_facts(replace(stored.facts, snapshot=self.facts.snapshot))
 
     def outline(self, name: str) -> Outline[FileBox]:
-        """Return a tensor as the metadata describes it."""
+        """Return shape, dtype and boxes of a tensor from ``.metadata``; opens no chunk."""
         if (pickled := self._inside.tensors.get(name)) is not None:
             return pickled
         return self._outlines[name]
 
     def origin(self, name: str) -> Hashable:
-        """Return the file positions of a tensor's chunks, from the metadata."""
+        """Return the file positions of a tensor's chunks; equal for tied tensors."""
         if name in self._inside.tensors:
             return super().origin(name)
         boxes = self._outlines[name].boxes
         return frozenset((chunk.path, chunk.place.offset, chunk.box) for chunk in boxes)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor; the headers of its chunks are read and checked against the metadata."""
+        """Return a tensor with file offsets; reads the zip header of each chunk, and checks it."""
         if (pickled := self._inside.tensors.get(name)) is not None:
             return pickled
         outline = self._outlines[name]
@@ -137,7 +137,7 @@ def _read_chunk(outline: Outline[StoredChunk], chunk: StoredChunk) -> StoredBox:
 
 
 class _Inside(NamedTuple):
-    """The contents of pickled entries, by names joined with dots."""
+    """The tensors and values in pickled entries, by dotted names as ``optim.state.0.exp_avg``."""
 
     tensors: Mapping[str, catalog.StoredTensor]
     values: Mapping[str, object]
@@ -152,7 +152,7 @@ def _look_inside(
     outside: Collection[str],
     ranks: Mapping[StoragePath, int],
 ) -> _Inside:
-    """Return the contents of pickled entries; `outside` are the names of tensors beside them."""
+    """Unpickle the entries that are not tensors; return their contents by dotted names."""
     tensors: dict[str, catalog.StoredTensor] = {}
     extras: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
@@ -200,7 +200,7 @@ def _look_inside(
 
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
-    """Return the digest of the pickled bytes of an entry that is not a tensor."""
+    """Return a digest of the pickled bytes of an entry, to compare it with another checkpoint's."""
     crc = crc32_of(file, place.offset, place.num_bytes)
     return f"{place.num_bytes} bytes of CRC-32 {crc_text(crc)}"
 
@@ -279,7 +279,7 @@ def _is_read(outline: Outline[StoredChunk]) -> bool:
 
 
 def _unread(outline: Outline[StoredChunk]) -> catalog.OpaqueValue:
-    """Return the placeholder for a tensor of an unsupported dtype."""
+    """Return a placeholder for a tensor whose dtype is not supported, such as a quantized one."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:
@@ -319,7 +319,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return the files that are copied: config, tokenizer, and those of Megatron and Lightning."""
+    """Return the names to copy into outputs: config, tokenizer, ``common.pt`` of Megatron..."""
     run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
     return model_sidecars(directory, names) | run.intersection(names)
 
@@ -332,7 +332,7 @@ def _lay_out(source: catalog.Catalog, output: Wanted) -> Target:
 
 
 def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
-    """Check that Megatron-core can load the output, if Megatron-core wrote the source."""
+    """Refuse a source whose Megatron files are incomplete: Megatron could not load the output."""
     directory = source.directory
     megatron = any(map(_OBJECT_OF_MEGATRON.search, source.facts.objects))
     description: object = None

@@ -42,7 +42,7 @@ _SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the header and offsets of every shard, and check that the shapes are confirmed."""
+    """Return the catalog from the headers of all shards; refuse shapes that nothing confirms."""
     ranks = options.ranks
     names = [name for name in directory.names() if is_data_file(name)]
     shards: _Shards = {}
@@ -108,7 +108,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
-    """Return the tensors in shards; the shape of a tensor ends where its last box ends."""
+    """Return the tensors by name; a tensor is as long as its last box ends along each dim."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
     depth = next(iter(shards.values())).files_ahead()
@@ -145,7 +145,7 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
 
 
 def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -> None:
-    """Check the number of ranks that have files; refuse if it cannot be confirmed."""
+    """Check that shards 1 to n exist, where n is `ranks`, or the largest number if that is None."""
     count = len(numbers)
     missing = min(set(range(1, max(ranks or 0, *numbers, 0) + 1)) - numbers, default=None)
     if ranks is None:
@@ -162,7 +162,7 @@ def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -
 
 
 def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> None:
-    """Check that a tensor sharded along one dim has the shards of `torch.chunk` for the ranks."""
+    """Check that the shards of a tensor are as long as `torch.chunk` makes them for `ranks`."""
     dims = range(len(tensor.shape))
     sharded = {d for box in tensor.boxes for d in dims if box.box[d] != (0, tensor.shape[d])}
     if len(sharded) != 1:

@@ -73,7 +73,7 @@ _WEIGHT: Final = ""
 
 
 class _FlatPiece(NamedTuple):
-    """A flat tensor of one rank, and its range in the concatenation of flat tensors."""
+    """One rank's flat tensor; `span` is its range in all ranks' flat tensors, end to end."""
 
     rank: int
     path: StoragePath
@@ -86,7 +86,7 @@ _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
 
 
 class _Parameter(NamedTuple):
-    """A parameter, and its range in the concatenation of flat tensors."""
+    """A parameter; `span` is its range in all ranks' flat tensors, end to end."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,7 +155,7 @@ def _shapes_of(state: TorchState, shapes: object) -> dict[str, tuple[int, ...]]:
 
 
 def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTensor:
-    """Return a parameter as a tensor whose boxes are in flat tensors of ranks."""
+    """Return a parameter; its boxes are ranges of the flat tensors of several ranks."""
     chosen = lines if stage == 3 else {0: lines[parameter.group]}
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
     size = item_bytes(dtype)
@@ -180,7 +180,7 @@ def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTe
 
 
 def _untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:
-    """Return buffers and frozen parameters; with stage 3, each model's file has a part of these."""
+    """Return buffers and frozen parameters, which are in no flat tensor; stage 3 splits them."""
     model = models[0]
     tensors = {}
     for key, tensor in model.tensors.items():
@@ -206,20 +206,20 @@ def _untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTens
 
 
 def _add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
-    """Add tied parameters, for example the head, each as a copy of the stored one."""
+    """Add parameters that share the weights of another one, such as a tied ``lm_head.weight``."""
     for alias, target in _under(model, "shared_params").items():
         if isinstance(target, str) and target in tensors:
             tensors[alias] = replace(tensors[target], name=alias)
 
 
 def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of the nested dict `key`, by their names inside that dict."""
+    """Return the entries of a nested dict: "a.b" of the state becomes "b" with key "a"."""
     start = f"{key}."
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
 
 def _extras_of(*states: TorchState) -> dict[str, object]:
-    """Return the entries that are neither tensors nor descriptions of their layout."""
+    """Return values that are not tensors, such as step counts, without DeepSpeed's own tables."""
     omitted = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
     return {
         name: plain_value(value, state.archive)
@@ -275,7 +275,7 @@ def _read_run(place: StoragePath) -> _Run:
 
 
 def _check_ranks(state: TorchState, key: str, recorded: object, ranks: int) -> None:
-    """Raise CheckpointError if a file records a number of ranks other than that of the files."""
+    """Refuse a file that records another number of `ranks` than there are files."""
     if recorded != ranks:
         more = isinstance(recorded, int) and recorded > ranks
         raise CheckpointError(
@@ -287,7 +287,7 @@ def _check_ranks(state: TorchState, key: str, recorded: object, ranks: int) -> N
 def _files(
     place: StoragePath, names: Sequence[str], pattern: re.Pattern[str], expected: list[int] | None
 ) -> list[StoragePath]:
-    """Return the files of a kind for the expected ranks, by default all up to the largest.
+    """Return the files whose names match: one for each expected rank, or for 0 to the largest.
 
     Rank -1 stands for a file of all ranks. Raises CheckpointError if one is missing or too many.
     """
@@ -317,7 +317,7 @@ def _files(
 
 
 def _number(state: TorchState, key: str) -> int | None:
-    """Return a number of an optimizer's state, which may be in a list or an enum."""
+    """Return a number that an optimizer's file records, such as the ZeRO stage; None if absent."""
     value = state.extras.get(f"{_OPTIMIZER}.{key}")
     values = value.args if isinstance(value, Record) else value
     values = values if isinstance(values, list | tuple) else [values]
@@ -325,7 +325,7 @@ def _number(state: TorchState, key: str) -> int | None:
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
-    """Return each parameter's range in the concatenated flat tensors, and their total length."""
+    """Return the range of each parameter in the flat tensors, and the length that they need."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
@@ -352,7 +352,7 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
 
 
 def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
-    """Return the tensors in the optimizers' files: flat ones, and scalars such as steps."""
+    """Return the optimizers' tensors as (flat ones, scalars), each by kind, group and rank."""
     flat: _ByRank = {}
     scalars: _ByRank = {}
     dtypes: dict[str, str] = {}
@@ -376,7 +376,7 @@ def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
 
 
 def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLines]:
-    """Return the flat tensors of every kind in order.
+    """Return the flat tensors by kind ("" for weights, ``exp_avg``...) and group, in rank order.
 
     Raises CheckpointError if one is missing, or does not have the length that parameters need.
     """
@@ -415,7 +415,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
-    """Compare the ranges of parameters with those that ranks of stages 1 and 2 record."""
+    """Check that the ranges of parameters are those that files of stages 1 and 2 record."""
     # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
@@ -439,7 +439,7 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
 
 
 def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
-    """Return the scalars that the optimizer keeps by group, such as steps.
+    """Return the scalars that the optimizer keeps for each parameter group, such as ``step``.
 
     Raises CheckpointError unless all ranks have the same.
     """
@@ -472,7 +472,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
-    """Return the checkpoint that the file `latest` of a run names, or the only one."""
+    """Return the checkpoint that the file ``latest`` names, or the only one in the directory."""
     if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in names):
         return None
     if _TRACKER in names:

@@ -41,7 +41,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def open_model(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Open the model of an index or directory; without an index, all its safetensors files."""
+    """Return the catalog of an index file or a directory; without an index, of all its files."""
     if is_index(place.name) and not place.is_dir():
         return safetensors.open_files(place.parent, files_of_index(place))
     return safetensors.open_files(place, find_safetensors(place))
@@ -66,10 +66,9 @@ def huggingface_target(
     metadata: Mapping[str, str] = METADATA,
     alone: str = "model.safetensors",
 ) -> Target:
-    """Return an output directory of safetensors files with an index.
+    """Return a directory to be written: safetensors files of up to `max_shard_bytes`, and an index.
 
-    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`
-    and has no index.
+    A larger tensor gets a file of its own. A single file is named `alone` and has no index.
     """
     shards: list[list[OutputTensor]] = [[]]
     filled = 0

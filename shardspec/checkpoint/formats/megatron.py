@@ -59,7 +59,7 @@ _Files: TypeAlias = Mapping[tuple[int, int, int], TorchState]
 
 
 def _argument(state: TorchState, name: str) -> object:
-    """Return an argument of the run; None if the file does not have it."""
+    """Return a command line argument of the run, which its files record; None if absent."""
     args = state.extras.get("args")
     return args.get(name) if isinstance(args, Record) else None
 
@@ -71,7 +71,7 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def run_facts(source: Catalog) -> dict[str, int]:
-    """Return iteration and parallel sizes that a Megatron run recorded; empty for other runs."""
+    """Return the sizes that a Megatron run recorded: ``{"iteration": 10, ...}``, or {}."""
     first = next(iter(source.files), source.directory)
     if first.name == METADATA_NAME:
         first = file_inside(first.parent, _COMMON, first.parent)
@@ -177,7 +177,7 @@ def _read(place: StoragePath) -> _Files:
 
 
 def _models(states: Sequence[TorchState]) -> list[str]:
-    """Return the keys of the models in the files, in the order of their layers."""
+    """Return the keys of the model in a file: ``model``, or ``model0``, ``model1`` by layers."""
     keys: set[str] = set()
     for state in states:
         for name, tensor in state.tensors.items():
@@ -200,7 +200,7 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 def _check_one_save(
     place: StoragePath, states: Sequence[TorchState], expected: Mapping[str, int], ranks: int | None
 ) -> None:
-    """Check that all files of one save exist, by the recorded arguments or the caller's `ranks`."""
+    """Check that a file of every rank exists, for the recorded sizes or the caller's `ranks`."""
     if ranks not in (None, len(states)):
         remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
@@ -228,7 +228,7 @@ def _check_one_save(
 
 
 def _ordered(states: Sequence[TorchState]) -> bool:
-    """Check that the recorded ranks ascend; return False if files record no rank."""
+    """Check that the ranks recorded in files ascend; return False if the files record none."""
     ranks = [rank for state in states if (rank := _number(state, "rank")) is not None]
     if len(ranks) < len(states) or not any(ranks):
         return False
@@ -242,7 +242,7 @@ def _ordered(states: Sequence[TorchState]) -> bool:
 
 
 def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRules:
-    """Return the rules of the caller and the built-in rules for such a model."""
+    """Return the rules that say how tensors are sharded: the caller's, then those for Megatron."""
     shipped, gated = (cut_rules.cut_rules(megatron_rules(gated=halves)) for halves in (False, True))
     swiglu = _argument(state, "swiglu")
     if swiglu is True or _argument(state, "quick_geglu") is True:
@@ -256,7 +256,7 @@ def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRule
 
 
 def _extras(states: Sequence[TorchState]) -> dict[str, object]:
-    """Return entries that are not tensors of the model; entries of every rank are only counted."""
+    """Return values that are not tensors; rank states, such as of RNGs, are only counted."""
     counts: Counter[str] = Counter()
     for state in states:
         for name in (*state.tensors, *state.extras):
@@ -288,7 +288,7 @@ def _part_of(path: StoragePath) -> StoragePath | None:
 
 
 def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
-    """Return the checkpoint that the tracker of a run names, or the only one."""
+    """Return the checkpoint that the tracker file of a run names, or the only one."""
     if any(map(_RANK.fullmatch, names)):
         return None
     if _TRACKER in names:
@@ -298,7 +298,7 @@ def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
 
 
 def _folders(text: str) -> list[str]:
-    """Return possible directories for the text of a tracker file: 10 is `iter_0000010`."""
+    """Return the directory names that a tracker's text may mean: "10" means `iter_0000010`."""
     if text.isdecimal() and text.isascii():
         return [f"iter_{int(text):07d}", f"{_VERL_STEP}{int(text)}"]
     return [text] if _ITERATION.fullmatch(text) else []

@@ -73,7 +73,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
-    """Return the parameters of the model; raises CheckpointError if the tensors contradict them."""
+    """Return the contents of ``params.json``, such as ``dim``, after comparing them with shapes."""
     params = read_json(path, _PARAMS)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]

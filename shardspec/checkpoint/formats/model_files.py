@@ -1,4 +1,4 @@
-"""Finds the files of one model in a folder: those in its index, a numbered set, or a single file.
+"""Finds the files of a model in a directory: those of its index, a numbered set, or a single file.
 
 Both safetensors and ``.bin`` files are found by these rules:
 
@@ -9,7 +9,7 @@ Both safetensors and ``.bin`` files are found by these rules:
 - Without an index, all files numbered ``-00001-of-00003`` must exist. Also recognized are
   ``model-1-of-3``, ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
   ``model.safetensors-00001-of-00003``; some tools count from 0.
-- A folder contains one model. If it has files or indexes of several (``model`` beside
+- A directory contains one model. If it has files or indexes of several (``model`` beside
   ``consolidated`` or ``adapter_model``, or variants of a model), the caller must name one.
 
 `from_pretrained` of transformers reads ``model.safetensors``, else its index, else
@@ -69,7 +69,7 @@ _MAX_SHOWN: Final = 3
 
 
 class _Place(NamedTuple):
-    """Parsed name of a file."""
+    """Parsed name of a file: ``model-00001-of-00003.safetensors`` is number 1 of 3 of "model"."""
 
     model: str
     """Name of the model: the file name without number and suffix."""
@@ -93,7 +93,7 @@ class ModelFiles(NamedTuple):
 
     @property
     def paths(self) -> tuple[StoragePath, ...]:
-        """Index, if there is one, and files."""
+        """All files of the model: the index, if there is one, and the files with weights."""
         return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
     def names_to_read(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
@@ -115,7 +115,7 @@ class ModelFiles(NamedTuple):
 
 
 def _place(name: str) -> _Place:
-    """Parse the name of a data file or of an index."""
+    """Split the name of a data file or an index into model, number and total."""
     match = _NUMBERED.fullmatch(name)
     groups = match.groups() if match else (name.removesuffix(".json"), None, "0", "")
     stem, number, count, rest = groups
@@ -159,7 +159,7 @@ def find_bins(directory: StoragePath) -> ModelFiles:
 
 
 def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
-    """Return files that no index lists; raises `CheckpointError` if a numbered file is missing."""
+    """Return the files of the only model without index; CheckpointError if a number is missing."""
     if not names:
         # Files existed when the format was recognized.
         raise CheckpointError(
@@ -173,9 +173,9 @@ def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
 
 
 def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """Return the files of each model by name, each with the expected count.
+    """Return the (file, total) pairs of each model: ``model-00001-of-00002.bin`` has the total 2.
 
-    Files with different counts, or with and without a number, belong to different models.
+    Files with different totals, or with and without a number, belong to different models.
     """
     files_of: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for name in names:
@@ -215,7 +215,7 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
 
 
 def _sibling(name: str, number: int) -> str:
-    """Return the name that a file would have with another number."""
+    """Return a file name with another number: ``model-00002-of-00003.bin`` for number 2."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None, name
     start, end = match.span(2)
@@ -223,7 +223,7 @@ def _sibling(name: str, number: int) -> str:
 
 
 def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointError:
-    """Return the error for a folder with several models, which names a file of each model."""
+    """Return the error for a directory with several models; it names one file of each."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
     if any(_place(name).total > 1 for name in names):
@@ -232,7 +232,7 @@ def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointE
 
 
 def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Set[str]) -> None:
-    """Refuse a folder whose ``.bin`` files are a different model than its safetensors files.
+    """Refuse a directory whose ``.bin`` files are a different model than its safetensors files.
 
     transformers tries only safetensors files named ``model`` before ``pytorch_model.bin``.
     """
@@ -249,7 +249,7 @@ def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Se
 def _by_only_index(
     directory: StoragePath, indexes: Sequence[str], names: Sequence[str]
 ) -> ModelFiles:
-    """Return the files in the only index of a folder, if no file beside it takes precedence."""
+    """Return the files of the only index in a directory, unless a complete file comes first."""
     if len(indexes) > 1:
         raise CheckpointError(
             f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
@@ -295,7 +295,7 @@ def files_of_index(index: StoragePath) -> ModelFiles:
 
 
 def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -> tuple[str, ...]:
-    """Refuse an index that misses a numbered file; return notes about files that do not exist."""
+    """Refuse an index that omits an existing numbered file; return notes about missing ones."""
     listing_bins = is_bin_index(index.name) is not None
     is_part = is_bin_file if listing_bins else is_data_file
     notes = []
@@ -328,7 +328,7 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
 
 
 def check_alone(path: StoragePath) -> None:
-    """Raise CheckpointError for a file that its number marks as one of several."""
+    """Raise CheckpointError for ``model-00001-of-00003.bin``, as it is only one of three files."""
     model, number, count = _place(path.name)
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):

@@ -86,7 +86,7 @@ class ShardingInfo(NamedTuple):
 
 
 def info_lines(info: ShardingInfo) -> Iterator[str]:
-    """Yield the text of `sharding_info.json`, with a line for each tensor and box."""
+    """Yield the lines of `sharding_info.json`: one for each tensor, and one for each box."""
     ids, shape, axis_names = info.mesh.ids, info.mesh.shape, info.mesh.axis_names
     mesh = {"ids": ids, "shape": shape, "axis_names": axis_names}
     tensors = (
@@ -125,7 +125,7 @@ def _boxes_json(entries: Iterable[BoxEntry]) -> object:
 
 
 def _members(items: Iterable[tuple[str, object]], indent: str = "  ") -> str:
-    """Return the JSON of an object with a line for each member."""
+    """Return a JSON object as text, with one member a line."""
     lines = ",\n".join(f"{indent}{_dump(name)}: {_dump(value)}" for name, value in items)
     return f"{{\n{lines}\n{indent[2:]}}}" if lines else "{}"
 
@@ -232,7 +232,7 @@ def _parse_file(
 
 
 def _values_bytes(data: bytes) -> int:
-    """Return an estimate of the memory of an info's values, with the boxes as entries."""
+    """Estimate the bytes of memory that the parsed text of an info takes."""
     num_bytes = values_bytes(data)
     if num_bytes <= ROOM_BYTES:
         return num_bytes
@@ -248,7 +248,7 @@ def _values_bytes(data: bytes) -> int:
 
 
 def _box_entry(shared: dict[ReplicaKey, ReplicaKey], value: dict[str, Any]) -> object:
-    """Return the JSON of a box as an entry, which takes less memory; other objects unchanged."""
+    """Return a parsed box as a `BoxEntry`, which takes less memory; other objects unchanged."""
     box, addend, crc = value.get("box"), value.get("addend", [0]), value.get("crc32", "0" * 8)
     try:
         if isinstance(box, list) and isinstance(addend, list) and addend and _CRC.fullmatch(crc):
@@ -300,7 +300,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
-    """Check that each rank's boxes follow from the specs, and that every box is in a file."""
+    """Check that the files of the ranks list all boxes that the specs give, and no others."""
     parts_of: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
     for file in info.files:
         for entry in file.boxes:
@@ -336,7 +336,7 @@ def _part_text(part: ReplicaKey) -> str:
 def _stored_boxes(
     path: StoragePath, file: FileEntry, info: ShardingInfo
 ) -> list[tuple[str, StoredBox]]:
-    """Return the boxes of a file by tensor; raises CheckpointError if its header disagrees."""
+    """Return (tensor name, box with offset) pairs of a file; checks them against its header."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
@@ -396,7 +396,7 @@ def shard_name(rank: int, save: str) -> str:
 def shard_file(
     tensors: Mapping[str, OutputTensor], boxes: Iterable[BoxEntry], rank: int, save: str
 ) -> OutputFile:
-    """Return the file of a rank, given its boxes by the names of their tensors."""
+    """Return the output file of a rank: its boxes in the order of safetensors, and the header."""
     boxes_of, slots, extents = {}, [], []
     for name, entries in groupby(boxes, attrgetter("tensor")):
         boxes_of[name] = [entry.box for entry in entries]
@@ -460,7 +460,7 @@ def sharded_target(
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
-    """Return the entry of a file in `sharding_info.json`; boxes are sorted by name."""
+    """Return what `sharding_info.json` says of a file: its boxes with their digests, by name."""
     boxes = [
         BoxEntry(extent.tensor.name, extent.box, (), crc)
         for extent, crc in zip(file.extents, crcs, strict=True)

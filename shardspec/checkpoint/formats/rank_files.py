@@ -55,7 +55,7 @@ _AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
-    """Name of a file, the rank in it, and the number of ranks in it, or None."""
+    """Parsed name of a file: ``model_world_size_4_rank_2.pt`` has world 4 and rank 2."""
 
     name: str
     world: int | None
@@ -63,7 +63,7 @@ class _RankFile(NamedTuple):
 
 
 def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
-    """Read the files of all ranks: of the model in a directory, or of the family of a file."""
+    """Return the catalog of the family ``model`` in a directory, or of the family of a file."""
     is_directory = place.is_dir()
     directory, chosen = (place, None) if is_directory else (place.parent, place.name)
     families: dict[str, list[_RankFile]] = {}
@@ -115,7 +115,7 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
 
 
 def _check_ranks(directory: StoragePath, files: list[_RankFile], world: int) -> None:
-    """Check that there is one file of each of `world` ranks, and no other."""
+    """Check that the files are those of ranks 0 to `world` - 1, one file each."""
     count = Counter(file.rank for file in files)
     missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN + 1))
     odd = [file.name for file in files if file.rank >= world or count[file.rank] > 1]
@@ -143,7 +143,7 @@ def _abbreviated(values: Sequence[object]) -> str:
 
 
 class RankState(NamedTuple):
-    """The contents of the file of one rank."""
+    """The pickle of one rank's file: its tensors, without their data, and values."""
 
     path: StoragePath
     rank: int  # in the name of the file
@@ -154,7 +154,7 @@ class RankState(NamedTuple):
 
 
 def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
-    """Return the contents of files of `torch.save`, each with its rank; tensors are not read."""
+    """Return the pickles of (path, rank) pairs, in order; reads no tensor data."""
     files = list(files)
     ahead = files[0][0].files_ahead(_AHEAD) if files else 0
     distinct: list[tuple[Mapping[str, TorchTensor], Directory]] = []
@@ -176,14 +176,14 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
 
 
 def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
-    """Return the zip directory of a `torch.save` file, and the bytes of its pickle."""
+    """Return the list of records in a `torch.save` file, and the bytes of its pickle."""
     with path.open() as file:
         archive = read_torch_zip(file)
         return archive, archive.pickle(file)
 
 
 def _merged_extras(states: Sequence[RankState]) -> dict[str, object]:
-    """Return the plain values by name: one if all ranks agree, else one per rank."""
+    """Return the values that are not tensors; where ranks differ, as ``{"0": ..., "1": ...}``."""
     extras: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
@@ -244,7 +244,7 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
 
 
 def _check_part(state: RankState, name: str, layout: Layout) -> None:
-    """Check that the shard of a DTensor in a rank's file has the shape that `layout` gives it."""
+    """Check that a rank's shard of a DTensor has the shape that `layout` gives that rank."""
     local, placed = state.tensors[name].shape, state.tensors[name].placed
     saver = None if placed is None else placed.saver
     if saver is not None or state.rank not in layout.mesh:
@@ -264,7 +264,7 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return the spec of a tensor on the mesh of all ranks, from layouts on slices of that mesh.
+    """Return one spec on the mesh of all ranks for a tensor; groups have it on slices of that mesh.
 
     Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """
@@ -285,7 +285,7 @@ def _spec_on(
 
 
 class RankFilesCheckpoint(catalog.Catalog):
-    """A `Catalog` over the files of all ranks; made by `_open`."""
+    """Catalog of rank files: a tensor has a box in the file of each rank that has a shard."""
 
     def __init__(
         self, directory: StoragePath, states: Sequence[RankState], extras: Mapping[str, object]
@@ -314,7 +314,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, extras, facts)
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
-        """Return shape, dtype and boxes of a tensor, from the pickles of all ranks."""
+        """Return shape, dtype and boxes of a tensor from the pickles; reads no data."""
         layouts = self._layouts[name]
         if layouts not in self._boxes:
             self._boxes[layouts] = tuple(
@@ -327,7 +327,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         return catalog.Outline(name, shape, dtype, self._specs[layouts], pending, boxes)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor; the headers of its records in all files are read and checked."""
+        """Return a tensor with file offsets; reads and checks the headers of its zip records."""
 
         def look(state: RankState) -> TensorPlace:
             with self._header_files.file(state.path) as file:
@@ -348,14 +348,14 @@ class RankFilesCheckpoint(catalog.Catalog):
         return catalog.StoredTensor(name, *facts, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
-        """Return the positions of the tensor's bytes in the storages of all ranks."""
+        """Return the positions of a tensor's bytes in all files; equal for tied tensors."""
         tensors = [group[0].tensors[name] for group in self._groups]
         return tuple(
             None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors
         )
 
     def copies_agree(self, name: str) -> bool:
-        """Return True if the CRC-32 of equal parts in all files are equal."""
+        """Return True if the files' CRC-32s show that all copies of a part are equal."""
         for tensor in (group[0].tensors[name] for group in self._groups):
             alone = row_major(tensor.shape, tensor.strides) and not tensor.is_part
             if not alone and 0 not in tensor.shape:

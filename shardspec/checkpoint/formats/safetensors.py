@@ -61,7 +61,7 @@ TensorSlot: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file."""
+    """A tensor in the header of a file."""
 
     name: str
     dtype: str
@@ -83,7 +83,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: SourceFile) -> Header:
-    """Return the header of an open file; raises CheckpointError if it breaks a rule."""
+    """Return the parsed header of a file; raises CheckpointError if it breaks the format."""
     path, file_bytes = file.path, file.num_bytes
     if not file_bytes:
         raise CheckpointError(f"{path}: is empty; restore it")
@@ -138,7 +138,7 @@ def read_header(file: SourceFile) -> Header:
 
 @lru_cache(1024)
 def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """Return torch's name of a dtype, the shape in elements of torch, and the number of bytes."""
+    """Convert a header's dtype code and shape to torch's dtype name, shape, and bytes."""
     dtype = from_safetensors(code)
     numbers = packed(dtype)
     if len(shape) > MAX_DIMS or (numbers > 1 and (not shape or shape[-1] % numbers)):
@@ -206,7 +206,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 
 def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of safetensors files; each tensor is complete in one of them."""
+    """Return the catalog of the safetensors files of a model; each tensor is in one file."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
     metadata: dict[str, tuple[str, StoragePath]] = {}
@@ -246,7 +246,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
 
 
 def _unsharded_header(path: StoragePath) -> Header:
-    """Return the header of a file; raises CheckpointError if it has parts of tensors."""
+    """Return the header of a file; raises CheckpointError if DCP wrote parts of tensors into it."""
     header, offsets = read_offsets(path)
     for name, first in (offsets or {}).items():
         if any(first):
@@ -296,7 +296,7 @@ def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] 
 def output_file(
     name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
 ) -> OutputFile:
-    """Return a file of global tensors."""
+    """Return a safetensors file to be written that contains these tensors unsharded."""
     by_name = {tensor.name: tensor for tensor in tensors}
     slots = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     head, header = encode_header(slots, metadata)
@@ -308,7 +308,7 @@ def output_file(
 
 
 def agreed_metadata(source: Catalog, output: Wanted) -> dict[str, str]:
-    """Return the metadata of the source's files to copy into the output.
+    """Return the ``__metadata__`` of the source's files, to copy it into the output's.
 
     Raises CheckpointError if two files have different metadata under one key.
     """
@@ -323,7 +323,7 @@ def agreed_metadata(source: Catalog, output: Wanted) -> dict[str, str]:
 
 
 def _open(path: StoragePath, _: OpenOptions) -> Catalog:
-    """Return the catalog of one safetensors file; reads its header."""
+    """Return the catalog of a single safetensors file; reads its header."""
     check_alone(path)
     return open_files(path, ModelFiles({path: frozenset()}))
 

@@ -61,7 +61,7 @@ def _reads_file(start: FileStart) -> bool:
 
 
 def open_torch_file(path: StoragePath) -> Catalog:
-    """Return the catalog of one file; raises CheckpointError if it has parts of tensors."""
+    """Return the catalog of a `torch.save` file; raises CheckpointError for a rank's shards."""
     check_alone(path)
     kind = part_of_several(path.name, lambda: path.parent.names())
     if kind is not None:
@@ -70,7 +70,7 @@ def open_torch_file(path: StoragePath) -> Catalog:
 
 
 def _open(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Return the catalog of a file, of the files of an index, or of the model in a directory."""
+    """Return the catalog of a file, of the files that an index lists, or of a directory's model."""
     if place.is_dir():
         return _opened(place, find_bins(place))
     if is_bin_index(place.name):
@@ -85,7 +85,7 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of `torch.save` files; each tensor is complete in one of them."""
+    """Return the catalog of the `torch.save` files of a model; each tensor is in one file."""
     tensors: dict[str, StoredTensor] = {}
     extras: dict[str, object] = {}
     keys: dict[str, KeyPath] = {}
@@ -119,7 +119,7 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
 
 
 def _part_by_content(state: TorchState) -> str | None:
-    """Return the kind of partial checkpoint in a file, by its contents; None if complete."""
+    """Return what a file is a part of (such as a ZeRO checkpoint); None if it is complete."""
     shapes = state.extras.get("param_shapes")
     for group in shapes if isinstance(shapes, list) else ():
         for name, shape in group.items() if isinstance(group, dict) else ():
@@ -144,9 +144,9 @@ def torch_target(
     values: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return an output of one file for torch.load; `values` are plain values.
+    """Return an output of one file for torch.load, with tensors and plain `values`.
 
-    `same` maps the name of a tensor to that of an earlier one whose storage it shares.
+    `same` maps a tied tensor to an earlier tensor; both share one storage.
     """
     keys: dict[str, str] = {}
     stored: list[OutputTensor] = []
@@ -164,7 +164,7 @@ def torch_target(
 
 
 def _tied(source: Catalog, tensors: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tied tensors: name to the first name with the same bytes in the files.
+    """Return tied tensors: {"lm_head.weight": "embed.weight"} if both are the same bytes of a file.
 
     Equal values at different positions do not count.
     """
