@@ -78,7 +78,7 @@ _Spans: TypeAlias = dict[int, tuple[int, int]]
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
-    """Yield (position, bytes) of pieces of a file; bytes are valid until the next piece."""
+    """Yield (position, bytes) of pieces of a file range; bytes are valid until the next piece."""
     room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
     end = stretch.start + stretch.num_bytes
     for at in range(stretch.start, end, BLOCK_BYTES):
@@ -88,10 +88,10 @@ def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memory
 
 
 class Checks:
-    """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
+    """Compares the bytes read of a tensor's boxes with their digests; reads may come in any order.
 
-    Call `finish` to read and check the rest. Without it, a box is not checked if it was read only
-    partially, or in many separate pieces.
+    Threads may share it. A box that was read only partially, or in many separate pieces, is not
+    checked until `finish`.
     """
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
@@ -109,7 +109,7 @@ class Checks:
         return (stored.path, stored.digest) in self._open
 
     def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
-        """Take bytes that were read at a position in the file of a box; return their CRC-32.
+        """Count bytes that were read at `start` in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest differs.
         """
@@ -157,7 +157,7 @@ class Checks:
 
 
 class BlockPart(NamedTuple):
-    """Intersection of a block and a stored box, with the strides in file and block."""
+    """The part of a stored box that goes into a block of memory, and how to copy it there."""
 
     stored: StoredBox
     start: int  # position of its first byte in the file
@@ -168,7 +168,7 @@ class BlockPart(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes from the first to the last byte of the part in the file."""
+        """Bytes in the file from the first to the last byte of the part, gaps included."""
         return 1 + sum((count - 1) * step for count, step, _ in self.steps)
 
     @property
@@ -177,7 +177,7 @@ class BlockPart(NamedTuple):
         return self.span == prod(count for count, _, _ in self.steps)
 
     def rows(self, lo: int, hi: int) -> "BlockPart":
-        """Return a range of the first dim; a single row loses that dim."""
+        """Return rows lo to hi of the part; a single row loses the first dim."""
         (_, step, step_in), *inner = self.steps
         first = [(hi - lo, step, step_in)] if hi - lo > 1 else []
         return BlockPart(
@@ -186,7 +186,7 @@ class BlockPart(NamedTuple):
 
 
 def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
-    """Return the position of the intersection of a stored box and a block; `width` is in bytes."""
+    """Return how to copy box `shared` from a stored box to `block`; items have `width` bytes."""
     inside = row_major_strides(box_shape(block), width)
     lies = stored.strides or row_major_strides(box_shape(stored.box), width)
     start, at = stored.offset, 0
@@ -210,9 +210,9 @@ def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockP
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, list[BlockPart]]]:
-    """Cut a box into pieces; yield the bytes of each, and where it is in the stored boxes.
+    """Yield the blocks of a box: the bytes of each, and the stored parts that it is copied from.
 
-    A piece has at most `most` bytes, a multiple of every item size.
+    A block has at most `most` bytes, a multiple of every item size.
     """
     width = item_bytes(tensor.dtype)
     stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
@@ -223,9 +223,9 @@ def cut(
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
-    """Yield the contiguous ranges to be read for a box of a tensor, in reading order.
+    """Yield the file ranges that a box of a tensor is read from, in order, for reading ahead.
 
-    Skips the addends of a pending reduction.
+    Skips the addends of a pending reduction, and parts with gaps.
     """
     for _, parts in () if tensor.pending else cut(tensor, target):
         for part in parts:
@@ -235,7 +235,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory of one thread: a target block, and scratch for the bytes copied into it."""
+    """Memory of one thread: a block of the tensor, and the file bytes that are copied into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
@@ -250,10 +250,10 @@ def read_box(
     checks: Checks | None = None,
     out: memoryview | None = None,
 ) -> Iterator[tuple[memoryview, int | None]]:
-    """Read one box of a tensor in order; yield (block, CRC-32 of the block or None).
+    """Read a box of a tensor in blocks; yield (row-major bytes, their CRC-32 or None).
 
-    The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
-    valid until the next one is read, or a part of `out`, which is flat and as long as the box.
+    The stored boxes must tile the tensor (`check_tiling`). Addends are summed. A block is valid
+    until the next one, unless `out` receives the bytes, which is flat and as long as the box.
     """
     at = 0
     for num_bytes, parts in cut(tensor, target, len(buffers.block)):
@@ -287,13 +287,13 @@ def read_box_into(
     buffers: Buffers,
     checks: Checks | None = None,
 ) -> None:
-    """Read one box of a tensor into flat memory; as `read_box`."""
+    """Read a box of a tensor into `out`: flat memory, as long as the box."""
     for _ in read_box(tensor, target, files, buffers, checks, out):
         pass
 
 
 def read_whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, each block valid until the next; check digests."""
+    """Yield the bytes of a tensor in blocks, each valid until the next; check its digests."""
     checks = Checks(tensor)
     for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
         yield block
@@ -306,7 +306,7 @@ def _reduce(
     room: memoryview,
     read: Callable[[BlockPart], object],
 ) -> None:
-    """Read all addends of one block of a tensor, and reduce them into `room`."""
+    """Read all addends of a block, for example of two partial ranks, and sum them into `room`."""
     import numpy as np
 
     from shardspec.checkpoint.convert.numeric import reduce
@@ -334,7 +334,7 @@ def _read(
     scratch: memoryview,
     hook: _Seen | None,
 ) -> int | None:
-    """Read a part into its block; return the CRC-32 if the part is a single, checked row."""
+    """Read a part of a file into its places in `room`; return the CRC-32 of a checked row."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
@@ -357,7 +357,7 @@ def _read(
 
 
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
-    """Copy the bytes of a part, read from a file, to their places in the block."""
+    """Copy the rows of a part from `data`, as they are in the file, to their places in `room`."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows do not need it.
     if len(outer) == 1 and width >= _LONG_ROW:
@@ -378,7 +378,7 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
 
 
 class Destination(NamedTuple):
-    """The path to write to, and the state of the output that is replaced."""
+    """The path to write to, and what an overwriting save has found there."""
 
     path: StoragePath
     overwrite: bool = False
@@ -402,7 +402,7 @@ Extents: TypeAlias = list[tuple[int, int]]
 
 
 def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
-    """Yield tasks for threads: all extents of a few tensors, or of one file."""
+    """Yield the tasks of threads, as (file, extent) indices: whole tensors, or entire files."""
     # Extents as single numbers: there may be ten million.
     groups: dict[object, array[int]] = {}
     for number, file in enumerate(target.files):
@@ -427,7 +427,7 @@ _Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
 
 
 class Output:
-    """An output that is being written; all threads share it."""
+    """An output being written: copies boxes in threads, and publishes the finished files."""
 
     _staged: Staged
 
@@ -480,7 +480,7 @@ class Output:
         return self.target.files[at[0]].extents[at[1]]
 
     def write(self) -> Written:
-        """Write all files and publish the output; return the written files."""
+        """Copy all boxes into files and publish them; return (name, bytes, CRC-32) per file."""
         files = {file.name: file.num_bytes for file in self.target.files}
         listing = None if self.target.listing is None else self.target.listing.name
         if listing is not None:
@@ -498,7 +498,7 @@ class Output:
             return self._finish()
 
     def _finish(self) -> Written:
-        """Complete all files, the index last; return their names, sizes and CRC-32."""
+        """Write headers, then the index; return (name, bytes, CRC-32) of each file."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -511,7 +511,7 @@ class Output:
         return written
 
     def _run(self) -> None:
-        """Copy all extents in threads; the first error stops all threads."""
+        """Copy all boxes in threads; the first error stops all threads."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
@@ -544,7 +544,7 @@ class Output:
                 raise
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Copy the extents of one task into their files."""
+        """Copy the boxes of one task into their files."""
         if self.whole_files:
             ((file_number, _), *_) = task
             self._complete(file_number, lambda n: self._blocks(file_number, n, files, buffers))
@@ -562,7 +562,7 @@ class Output:
                     writers[file](offset, data)
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
-        """Yield the (position, bytes) pairs of an extent; record the extent's CRC-32 if requested.
+        """Yield (file position, bytes) of one box, cast if requested; record CRC-32 and digest.
 
         A pair counts as written when the caller asks for the next one.
         """
@@ -604,7 +604,7 @@ class Output:
         self.tensor_digests[name] = digested if before is None else before + digested
 
     def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
-        """Cast a block; count numbers that the cast lost, or raise CheckpointError if strict."""
+        """Cast bytes to dtype `new`; count lost numbers, or raise CheckpointError if strict."""
         from shardspec.checkpoint.convert.numeric import cast
 
         data, losses = cast(block, dtype, new)
@@ -619,7 +619,7 @@ class Output:
         return data
 
     def _advance(self, num_bytes: int) -> None:
-        """Report written bytes as progress; raise an exception if another thread has failed."""
+        """Report progress; stop this thread if another one has failed."""
         if self._failed.is_set():
             raise _Cancelled
         with self._lock:
@@ -628,7 +628,7 @@ class Output:
                 self.progress(self._done, self._total)
 
     def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
-        """Write a file from start to end; `blocks` reads an extent, None skips all extents."""
+        """Write a file from start to end; `blocks` yields a box's bytes, None if they are there."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
             ((raw.offset, raw) for raw in file.raw),

@@ -1,4 +1,4 @@
-"""Chooses the layout of each tensor of an output, by rules or from another checkpoint."""
+"""Chooses the layout of each tensor of an output: by name rules, or as in another checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ def layouts_by_rules(
     tensors: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return each tensor's layout: by the rule that matches, else by `otherwise`, else replicated.
+    """Return each tensor's layout: by its last matching rule, else `otherwise`, else replicated.
 
     >>> tensor = OutputTensor("w", "w", (4, 3), "int8")
     >>> layouts_by_rules(DeviceMesh(range(2), (2,)), {"w": "[S0,R]"}, [tensor])["w"].spec
@@ -53,7 +53,7 @@ _MESH_AND_RULES: Final = (Argument("device_mesh"), " and ", Argument("rules"))
 def layouts_like(
     other: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of another checkpoint, and layouts of tensors by its specs."""
+    """Return the mesh of another checkpoint, and each tensor's layout there, found by its name."""
     if other.mesh is None:
         raise CheckpointError(
             f"{other.directory}: a checkpoint in the format of {other.format} does not record its "
@@ -85,7 +85,7 @@ def layouts_like(
 def layouts_given(
     explicit: Mapping[str, Layout], tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the common mesh of explicit layouts, and the layouts without pending reductions."""
+    """Return the mesh and layouts that the caller listed; partial axes become replicated."""
     layouts = {}
     for tensor in tensors:
         layout = explicit.get(tensor.name)

@@ -1,4 +1,4 @@
-"""Renames and reshapes the tensors of a model for another tool, by the model's config."""
+"""Renames a model's tensors for another tool: Megatron's ``linear_qkv`` for q, k and v, say."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DO
 
 
 class _Way(NamedTuple):
-    """The maps from a source to a model."""
+    """How to get from a checkpoint's names to the requested ones: maps to apply in order."""
 
     model: Model
     recognized: Recognized
@@ -59,7 +59,7 @@ class ModelNames(CatalogNaming):
     """True if rows beyond the vocabulary are dropped, whatever they contain."""
 
     def with_dtype(self, dtype: object) -> "ModelNames":
-        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
+        """Return a copy for output in `dtype`: quantized tensors are dequantized to it."""
         if self.fill_from is None:
             return self
         from shardspec.checkpoint.quantization.dequantize import dequantized
@@ -67,7 +67,7 @@ class ModelNames(CatalogNaming):
         return replace(self, fill_from=dequantized(self.fill_from, dtype, config=self.config))
 
     def notes(self, source: catalog.Catalog, choice: Choice) -> list[str]:
-        """Return notes for the user about the names of a checkpoint, one line each."""
+        """Return lines for the user, such as which padding rows are dropped."""
         with _about_input():
             every = wanted_names(source, choice)
             names = without_optimizer(every)
@@ -87,7 +87,10 @@ class ModelNames(CatalogNaming):
         where: object = "the state dict",
         behind: Collection[str] = (),
     ) -> tuple[NameMap, ...]:
-        """Return the maps from the tensors of a source to the names that this object describes."""
+        """Return the maps that rename a source's tensors; those in `behind` may be missing.
+
+        `where` names the source in errors; tensors in `behind` may be missing.
+        """
         if self.fill_from is not None:
             raise LayoutError(
                 "a state dict in memory cannot be filled in from a checkpoint; omit ",
@@ -107,7 +110,7 @@ class ModelNames(CatalogNaming):
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint renamed to the model's names; `choice` may exclude tensors."""
+        """Return a view of a checkpoint under the new names; `choice` may exclude tensors."""
         with _about_input():
             return self._applied(source, choice, dropped)
 
@@ -146,7 +149,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return the maps from a source to the model's names; with `fill_from`, to ``hf`` names."""
+        """Return the maps from a source to the new names, or with `fill_from` to ``hf`` names."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)
@@ -183,7 +186,7 @@ class ModelNames(CatalogNaming):
         return _Way(model, found, renamed, maps)
 
     def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
-        """Return the rows of vocabulary padding that the target lacks, by tensor name."""
+        """Return the padding rows that are dropped: {"embed": range(vocab_size, padded size)}."""
         vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
         padded = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
         if self.drop_rows or padded or self.names == way.format or not isinstance(vocab, int):
@@ -199,14 +202,14 @@ class ModelNames(CatalogNaming):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True if the config is for a model that wraps a language model."""
+        """True for a config with a language model inside, such as a vision-language model's."""
         family = family_of(self.config)
         return self.config.get("model_type") not in (None, *family.model_types)
 
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
-        """Return `part`, plus tensors of `origin` that it lacks or that the family omits."""
+        """Return `part` with the tensors that it lacks, taken from the `origin` checkpoint."""
         weights = without_optimizer(origin.names)
         shapes = {name: origin.outline(name).shape for name in weights}
         found = recognize(model, shapes, origin.directory)
@@ -297,7 +300,7 @@ def model_names(
 
 @contextmanager
 def _about_input() -> Iterator[None]:
-    """Re-raise LayoutError as CheckpointError."""
+    """Turn a LayoutError into a CheckpointError: the input is wrong, not the call."""
     try:
         yield
     except LayoutError as error:
@@ -306,7 +309,7 @@ def _about_input() -> Iterator[None]:
 
 @contextmanager
 def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
-    """Re-raise LayoutError as CheckpointError that names the model family and a remedy."""
+    """Turn a LayoutError into a CheckpointError that names the model family and a remedy."""
     try:
         yield
     except LayoutError as error:
@@ -319,7 +322,7 @@ def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
 
 
 class Assembled(catalog.DerivedCatalog):
-    """Tensors of several checkpoints under new names."""
+    """A checkpoint whose tensors come from several others, under new names."""
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class Assembled(catalog.DerivedCatalog):
 
     @property
     def sources(self) -> tuple[catalog.Catalog, ...]:
-        """The opened checkpoints that tensors come from."""
+        """The checkpoints whose files are read."""
         every = (self.base, *self._others)
         return tuple(dict.fromkeys(source for each in every for source in each.sources))
 
@@ -354,7 +357,7 @@ class Assembled(catalog.DerivedCatalog):
 
 
 def without_optimizer(names: Iterable[str]) -> list[str]:
-    """Return the names that are not optimizer state.
+    """Return the names without those of optimizer state.
 
     >>> without_optimizer(["up.weight", "optimizer.state.exp_avg.up.weight"])
     ['up.weight']
@@ -363,14 +366,14 @@ def without_optimizer(names: Iterable[str]) -> list[str]:
 
 
 def _without(model: Model, found: Recognized) -> Model:
-    """Return a model without the tensors that a source lacks."""
+    """Return `model` without the tensors that recognition has found to be absent."""
     absent = {tensor.side for tensor in found.absent}
     present = tuple(tensor for tensor in model.tensors if tensor.side not in absent)
     return replace(model, tensors=present)
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the maps from names in files to names with other prefixes; none if equal."""
+    """Return the map that changes the prefix of names, such as ``model.``; none if it stays."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
@@ -380,7 +383,7 @@ def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
 
 
 def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
-    """Raise LayoutError if codes or their scales are among the names."""
+    """Raise LayoutError if any of these tensors is quantized, or a scale."""
     why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
@@ -391,7 +394,7 @@ def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
 
 
 def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
-    """Return True if all rows of a matrix from `first` on are zero or equal to each other."""
+    """Return True if the rows from `first` on look like padding: all zero, or all equal."""
     rows, columns = tensor.shape
     buffers = Buffers()
     expected = bytes(columns * item_bytes(tensor.dtype)) if rows - first == 1 else None
@@ -406,7 +409,7 @@ def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:
-    """Raise CheckpointError if a tied tensor differs from its original."""
+    """Check that tensors that the config ties, such as head and embedding, are equal."""
     place = "megatron" if target in ("megatron", "torch_dist", "sharded") else target
     repeated = [own for own in model.tensors if own.copy_of and own.places.get(place, ()) is None]
     for tensor in (*model.copies, *repeated):
@@ -429,7 +432,7 @@ def _check_copies(source: catalog.Catalog, model: Model, format: str, target: st
 def load_map(
     path: Path | str, config: Mapping[str, object] | None = None
 ) -> "NameMap | ModelNames":
-    """Return a name map from a TOML file, with the sizes of a model's config.
+    """Return a name map from a TOML file, with the numbers of a model's config for its symbols.
 
     Deprecated: use `NameMap.load` for files. A name of a former map, such as
     ``"qwen3-hf-to-fused"``, means `model_names` of the config.

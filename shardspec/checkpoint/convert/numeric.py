@@ -1,4 +1,4 @@
-"""Casts and reduces stored numbers of every dtype, using only numpy.
+"""Casts and sums the bytes of stored tensors, also of bfloat16 and float8, with numpy alone.
 
 Only floating point numbers are cast. As in torch, a float64 is rounded to float32 before it
 becomes a shorter float. Sums of short floats are accumulated in float32 and rounded once.
@@ -44,7 +44,7 @@ FOUR_BITS: Final = np.array(
 
 
 def strips(height: int, width: int) -> Iterator[slice]:
-    """Yield ranges of rows of a matrix that fit one step of work.
+    """Yield slices of rows, so that `width` columns of each slice fit into the CPU's cache.
 
     >>> list(strips(3, 1 << 15))
     [slice(0, 2, None), slice(2, 3, None)]
@@ -55,7 +55,7 @@ def strips(height: int, width: int) -> Iterator[slice]:
 
 
 def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
-    """Return the numbers in bytes; dtypes that numpy lacks become float32.
+    """Return the values of `raw` bytes as an array; bfloat16 and 8-bit floats become float32.
 
     Two numbers in one byte, the low half first, are one complex number.
 
@@ -76,7 +76,7 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
 
 @cache
 def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
-    """Return the number of each of the 256 bytes (OCP 8-bit floating point, and the fnuz kinds)."""
+    """Return the values of the bytes 0 to 255 in a float8 dtype, such as float8_e4m3fn."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         table = np.ldexp(1.0, code - 127)
@@ -99,7 +99,7 @@ def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
 
 
 def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return, per upper half of a float32, the index of the nearest number in an ascending table.
+    """Return 65,536 indices into an ascending table: for each upper half of a float32, the nearest.
 
     Signs are ignored, and ties go to even indices. The table gets one more number, a step beyond
     the last.
@@ -114,7 +114,7 @@ def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
 
 
 def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the table entry for the upper half of each number.
+    """Return the entry of a 65,536-long table for each value, found by the upper half of its bits.
 
     The last bit of the half is set if the lower half is not 0, so it rounds like the full number.
     """
@@ -130,7 +130,7 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
 
 @cache
 def _eight_bit_codes(dtype: str) -> Bytes:
-    """Return the 8-bit code for the upper half of every float32, to nearest, ties to even."""
+    """Return a table from the upper 16 bits of a float32 to the byte of the nearest float8."""
     fnuz = _EIGHT_BITS[dtype][2]
     values = _UPPER_HALVES.view(np.float32)
     table = _eight_bit_table(dtype)[:128]
@@ -145,7 +145,7 @@ def _eight_bit_codes(dtype: str) -> Bytes:
 
 
 def narrow(values: NDArray[Any], dtype: str) -> Bytes:
-    """Return numbers as bytes of a dtype, rounded to nearest, ties to even.
+    """Return values as the bytes of a shorter dtype, rounded to nearest, ties to even.
 
     For bfloat16 and signed 8-bit floats, `values` are float32.
 
@@ -171,7 +171,7 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class CastLosses:
-    """Counts of the numbers that a cast lost, apart from rounding."""
+    """Counts of the numbers that a cast made infinite, 0 or NaN."""
 
     overflows: int = 0
     """Numbers too large for the dtype; they became infinite, or its largest number."""
@@ -189,18 +189,18 @@ class CastLosses:
         return any(astuple(self))
 
     def __str__(self) -> str:
-        """Return the counts in words."""
+        """Return the counts in words, as "3 numbers became 0"."""
         words = "too large", "too small (now 0)", "made NaN"
         counts = zip(astuple(self), words, strict=True)
         return ", ".join(f"{count} {what}" for count, what in counts if count) or "none"
 
     def to_json(self) -> dict[str, int]:
-        """Return the counts by name."""
+        """Return the counts as a dict."""
         return asdict(self)
 
 
 def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLosses]:
-    """Return bytes of floating point numbers in another dtype, as torch would cast them.
+    """Cast bytes from one floating point dtype to another, as torch would; also count what is lost.
 
     Numbers too large for float8_e4m3fn become its largest number, 448.
 
@@ -215,7 +215,7 @@ def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLo
 
 
 def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosses:
-    """Count the numbers that a cast lost; infinities, zeros and NaNs do not count."""
+    """Count the numbers that a cast made infinite, 0 or NaN, and that were none of these before."""
 
     def more(is_so: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
         return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))
@@ -240,7 +240,7 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 def reduce(
     dtype: str, pending: Sequence[StoredReduction], addends: Iterable[Bytes], out: Bytes
 ) -> None:
-    """Combine the addends of a block into `out`; `Layout` has checked that the dtype allows it.
+    """Combine addends, such as the partial sums of two ranks, into `out`; all are bytes of `dtype`.
 
     The pending reductions share one operation, or are sums and means. A sum may have weights. All
     addends may be in the same memory, one after the other; `out` may be that memory too.

@@ -1,8 +1,8 @@
-"""Plans and writes outputs: `merge`, `reshard`, their options, and checks before the first byte.
+"""Provides `merge` and `reshard`: writes a checkpoint as whole tensors, or as the shards of a mesh.
 
-Selects tensors, lets a format lay out their files, and checks source and destination. Overwriting
-replaces the files of a checkpoint, and its config and tokenizer files. A directory with any other
-file is refused, and so is an output that would change its own source.
+Both select tensors, let a format lay out the files, check source and destination, and then copy.
+Overwriting replaces the files of a checkpoint, and its config and tokenizer files. A directory with
+any other file is refused, and so is an output that would change its own source.
 """
 
 import os
@@ -146,7 +146,7 @@ class WriteOptions(Choice):
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """Facts about a written output, or after a dry run about the planned one."""
+    """Facts about an output of `merge` or `reshard`: files and bytes; planned ones if a dry run."""
 
     path: PurePath
     """The output, as the user named it."""
@@ -408,7 +408,7 @@ def reshard(
 def _converted(
     checkpoint: Checkpoints, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
-    """Plan an output, check source and destination, and write the output unless in a dry run."""
+    """Plan and check an output, then write it, unless this is a dry run."""
     started = time.monotonic()
     output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
@@ -447,7 +447,7 @@ def _converted(
 
 
 def _digests(target: Target, output: Output) -> Digests:
-    """Return the digests of the written tensors; tied tensors were written once."""
+    """Return the digests of all tensors of an output; a tied tensor has that of its twin."""
     digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
@@ -465,7 +465,7 @@ _KINDS: Final = {"file": "a file", "directory": "a directory", "other": "not a r
 
 
 class Prepared(NamedTuple):
-    """A checked output, ready to be written."""
+    """A planned output that has passed all checks; only the bytes are missing."""
 
     source: Catalog
     """The source checkpoint with maps applied."""
@@ -481,7 +481,7 @@ def prepared_output(
     options: WriteOptions,
     save: str,
 ) -> Prepared:
-    """Return an output that is planned and checked; `save` is the random id of this save."""
+    """Plan and check an output, and write nothing; `save` is the random id of this save."""
     if options.threads < 1:
         raise CheckpointError(f"threads is {options.threads}; give at least 1")
     format = _format(output, options)
@@ -512,7 +512,7 @@ def prepared_output(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of entries of the source, not tensors, that the output lacks."""
+    """Return the names of values in the source that the output does not get."""
     names = sorted(source.extras.keys() - target.carried)
     metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
@@ -524,7 +524,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output; raises CheckpointError if the format does not fit."""
+    """Return the output's format: the requested one, or the default for the path and options."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
@@ -536,7 +536,7 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
 def _opened(
     checkpoint: Checkpoints, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open, map, sum and quantize checkpoints; also return the options not applied yet."""
+    """Open checkpoints, then map, sum and quantize them; also return the options still to apply."""
     several = (checkpoint,) if isinstance(checkpoint, PurePath | str | Catalog) else checkpoint
     sources = [as_catalog(place) for place in several]
     if not sources:
@@ -583,7 +583,7 @@ def _laid_out(
     format: Format,
     save: str,
 ) -> tuple[Catalog, Target]:
-    """Open a checkpoint, select its tensors, and lay out the files of an output.
+    """Open a checkpoint, select its tensors, and let the format place them in output files.
 
     Raises ShardSpecError if the format cannot store the selection.
     """
@@ -647,7 +647,7 @@ def _laid_out(
 def check_destination(
     output: StoragePath, source: Catalog, target: Target, overwrite: bool
 ) -> Destination:
-    """Resolve the output path and check that it may be replaced.
+    """Return the path to write to, with links resolved, after checking that it may be replaced.
 
     Raises an `OutputExistsError` if it exists and `overwrite` is not set. Raises a
     `CheckpointError` if the output would overwrite a part of `source`, or a directory would
@@ -686,7 +686,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return the reason why an output would overwrite its own source; empty if there is none."""
+    """Return why writing `path` would damage the source itself; empty if it would not."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()
@@ -709,7 +709,7 @@ def _part_of_source(
 
 
 def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
-    """Return the names of all files in a directory that an output replaces.
+    """Return the relative names of all files in a directory that an output may replace.
 
     Raises a `CheckpointError` if any belongs neither to the checkpoint there nor to the output.
     """
@@ -727,7 +727,7 @@ def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
 
 
 def _owned(path: StoragePath) -> Iterable[str]:
-    """Return the relative names of the checkpoint's files in a directory."""
+    """Return the relative names of the files in a directory that belong to its checkpoint."""
     top = path.names()
     # Includes files of saves that were killed.
     shards = default_format("sharded")
@@ -780,7 +780,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return layouts for scales that no rule matches: each is sharded like its codes."""
+    """Return layouts of scales without a rule: codes with "[S0,R]" give their scales "[S0,R]"."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}
@@ -795,7 +795,7 @@ def _of_scales(
 def sharding_of(
     source: Catalog, options: WriteOptions, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of a sharded output, and the layouts of its tensors."""
+    """Return the mesh to write for, and the layout of each tensor by its new name."""
     if isinstance(options.like, Mapping):
         mesh, layouts = layouts_given(options.like, tensors)
     elif options.like is not None:

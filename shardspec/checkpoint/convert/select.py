@@ -1,8 +1,8 @@
-"""Selects tensors and other entries of a checkpoint, and gives them other names and shapes.
+"""Selects, renames and reshapes the tensors of a checkpoint without copying data.
 
-No data is copied: a stored box of a source tensor becomes a few boxes of a target tensor, each with
-its own strides in the same file. `shardspec.resharding.views` explains the equations that say which
-element of the source is which element of the target.
+A stored box of a source tensor becomes a few boxes of a target tensor: the same bytes of the same
+file, with other strides. `shardspec.resharding.views` explains the equations that say which element
+of the source is which element of the target.
 """
 
 import re
@@ -45,7 +45,7 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class Selection(TypedDict, total=False):
-    """Arguments that select and rename tensors; see `merge`."""
+    """Keyword arguments of `merge` and others that select and rename tensors."""
 
     include: Patterns | None
     exclude: Patterns
@@ -69,12 +69,12 @@ class Choice:
         return not any((self.include, self.exclude, self.rename, self.drop, self.dtype))
 
     def wants(self, name: str) -> bool:
-        """Return True if the name is selected."""
+        """Return True if a name matches `include`, and not `exclude`."""
         included = self.include is None or matches(name, self.include)
         return included and not (matches(name, self.exclude) or matches(name, self.drop))
 
     def after_map(self) -> "Choice":
-        """Return the options that still apply after mapping (rename, dtype)."""
+        """Return the options that apply after a name map: `rename` and `dtype`."""
         return Choice(rename=self.rename, dtype=self.dtype)
 
 
@@ -92,7 +92,7 @@ def matches(name: str, patterns: Patterns) -> bool:
 
 
 def wanted_names(source: Catalog, choice: Choice) -> list[str]:
-    """Return the names of the tensors that patterns select.
+    """Return the names of the tensors that `include` and `exclude` select.
 
     Raises CheckpointError if a pattern matches nothing, or no tensor is selected.
     """
@@ -116,7 +116,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
 
 
 def check_drop(choice: Choice) -> None:
-    """Raise LayoutError if tensors are dropped without a map."""
+    """Raise LayoutError if `drop` is used without a name map."""
     if choice.drop:
         raise LayoutError(
             f"{shown(choice.drop)} can only be dropped with a map of names (",
@@ -126,7 +126,7 @@ def check_drop(choice: Choice) -> None:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first three names as text.
+    """Return the first three names in quotes, for errors.
 
     >>> first_names(["a", "b", "c", "d"]), first_names([])
     ("'a', 'b', 'c'", 'nothing: there is no tensor')
@@ -174,7 +174,7 @@ def _float_dtype(dtype: str) -> str:
 
 
 def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of each tensor, and the expressions that match none.
+    """Return old to new name, and the regular expressions that match no name.
 
     >>> renamed_names(["model.up", "head"], {"^model[.]": "", "^x": "y"})
     ({'model.up': 'up', 'head': 'head'}, ['^x'])
@@ -211,7 +211,7 @@ def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str
 def carried_values(
     source: Catalog, choice: Choice, tensors: Sequence[OutputTensor], *, objects: bool
 ) -> Carried:
-    """Return the entries to copy besides `tensors`.
+    """Return the selected values to copy, such as a step count, besides `tensors`.
 
     With `objects`, entries that only torch could unpickle are copied unread. Raises
     CheckpointError if two entries would get the same name.
@@ -244,9 +244,9 @@ def carried_values(
 def check_dropped(
     source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
 ) -> None:
-    """Raise CheckpointError if a selected entry that is not a tensor is not in `carried`.
+    """Raise CheckpointError if a selected value is not in `carried`, the names that are copied.
 
-    With `drop` such entries may be lost. With None, only those without tensors may be lost.
+    With `drop` values may be lost. With None, only those without tensors may be lost.
     """
     lost = {
         name: parts
@@ -281,7 +281,7 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 
 def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return name to new name of the selected plain values, such as numbers and text.
+    """Return old to new names of the selected plain values, without objects that were not read.
 
     >>> plain_names({"step": 7, "rng": OpaqueValue("a generator")}, Choice(rename={"^": "x."}))
     {'step': 'x.step'}
@@ -296,7 +296,7 @@ def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
 
 
 class CatalogNaming(Naming):
-    """Picks the name maps for a checkpoint, by its contents."""
+    """Names for a model's tensors that depend on the checkpoint: its contents choose the maps."""
 
     __slots__ = ()
     config: Mapping[str, object]
@@ -304,11 +304,11 @@ class CatalogNaming(Naming):
 
     @abstractmethod
     def with_dtype(self, dtype: object) -> "CatalogNaming":
-        """Return a copy for output in `dtype`, which dequantizes quantized tensors."""
+        """Return a copy for output in `dtype`: quantized tensors become numbers first."""
 
     @abstractmethod
     def applied(self, source: Catalog, choice: Choice | None, dropped: Collection[str]) -> Catalog:
-        """Return a checkpoint with the maps applied."""
+        """Return a view of a checkpoint under the new names."""
 
 
 def mapped(
@@ -318,7 +318,7 @@ def mapped(
     *,
     dropped: Collection[str] = (),
 ) -> Catalog:
-    """Return a checkpoint with a map applied, or unchanged without a map.
+    """Return a view of a checkpoint under the names of a map; without a map, the checkpoint.
 
     The map need not use tensors that `choice` excludes or that are `dropped`. Raises LayoutError
     if the map names or skips a tensor wrongly, is for another model type, or mixes dtypes, or if a
@@ -346,7 +346,7 @@ def mapped(
 
 
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a checkpoint with a map applied to the selection, and the options still to apply.
+    """Return a view of the selected tensors under a map's names, and the options still to apply.
 
     Raises LayoutError as `mapped` does, and if `drop` is given without a map.
     """
@@ -362,7 +362,7 @@ def through(
     dropped: Mapping[str, Shape],
     extras: Mapping[str, object],
 ) -> Catalog:
-    """Return a checkpoint with maps applied in turn to all tensors that are not dropped."""
+    """Return a view of a checkpoint under several maps in turn, without the `dropped` tensors."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.facts.dropped)
@@ -370,7 +370,7 @@ def through(
 
 
 def configured(source: Catalog, names: NameMap) -> NameMap:
-    """Return a map with the sizes in the config.json beside a checkpoint.
+    """Return a map with its symbols, such as numbers of heads, set by the config.json nearby.
 
     Raises LayoutError if the map is not for that model type.
     """
@@ -388,12 +388,12 @@ def config_beside(source: Catalog) -> dict[str, object] | None:
 
 
 def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
-    """Return the config of a model: `names.config`, else the config.json beside the checkpoint."""
+    """Return the config of a model: that of `names`, else the config.json beside the checkpoint."""
     return names.config if isinstance(names, CatalogNaming) else config_beside(source)
 
 
 def require_finished(tensor: Outline[FileBox]) -> None:
-    """Raise LayoutError if a tensor is stored with a reduction pending."""
+    """Raise LayoutError if a tensor is stored as partial sums, which cannot be mapped."""
     if tensor.pending:
         raise LayoutError(
             f"{tensor.name!r} is stored with a reduction pending; merge or reshard the checkpoint "
@@ -402,7 +402,7 @@ def require_finished(tensor: Outline[FileBox]) -> None:
 
 
 class MappedCatalog(DerivedCatalog):
-    """A checkpoint with a map applied; boxes are mapped on demand."""
+    """A view of a checkpoint under a name map; boxes are mapped on demand."""
 
     def __init__(
         self,
@@ -451,7 +451,7 @@ class MappedCatalog(DerivedCatalog):
         super().__init__(source, self._equations, extras, source.mesh, facts)
 
     def equations(self, name: str) -> Sequence[Equation]:
-        """Return the equations that define a tensor of the target."""
+        """Return the equations between source and target elements of one target tensor."""
         return self._equations[name]
 
     def _look_up(self, name: str) -> StoredTensor:
@@ -473,7 +473,7 @@ class MappedCatalog(DerivedCatalog):
 
 
 def target_boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
-    """Yield the boxes of the target that one stored box of the source contains."""
+    """Yield the boxes of a target tensor whose bytes are in one stored box of the source."""
     strides = stored.strides or row_major_strides(box_shape(stored.box), width)
     sides = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):

@@ -50,7 +50,7 @@ def add_sidecars(
     sidecars: Callable[[StoragePath, Collection[str]], set[str]],
     dtype: str | None = None,
 ) -> Target:
-    """Return an output with the non-weight files of a checkpoint.
+    """Return an output with the config, tokenizer and other non-weight files of its source added.
 
     A directory gets the files that `sidecars` selects. If the source is a single file, or the model
     has a separate directory, only known model files are copied. Configs get the new quantization,
@@ -109,7 +109,7 @@ def _has_codes(target: Target) -> bool:
 
 
 def _one_dtype(target: Target) -> str | None:
-    """Return the common dtype of the floating point weights of an output; None if they differ."""
+    """Return the dtype that all floating point tensors of an output share; None if they differ."""
     dtypes = {tensor.dtype for tensor in target.tensors if tensor.dtype in _WEIGHTS}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -117,7 +117,7 @@ def _one_dtype(target: Target) -> str | None:
 def _restated(
     file: OutputFile, path: StoragePath, section: Mapping[str, object] | None, dtype: str | None
 ) -> OutputFile:
-    """Return a config with the quantization section and the dtype of an output.
+    """Return a copy of a config file with the output's quantization section and dtype in it.
 
     An empty section removes the existing one. None keeps the section, or the dtype.
     """
@@ -149,7 +149,7 @@ def _restated(
 
 
 def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return the names in a directory that are files of a Hugging Face model."""
+    """Return those of `names` that go with Hugging Face models: configs, tokenizers, code."""
     sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
     if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
         sidecars |= {name for name in names if name.endswith(".py")}
