@@ -1,1 +1,1 @@
-"""`DTensor`, torch's operators on it, and the functions that run a plan on its shards."""
+"""`DTensor`, torch's operators on it, and the functions that convert its shards."""

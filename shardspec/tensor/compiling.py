@@ -15,7 +15,7 @@ _REASON: Final = (
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `torch.compile` break its graph at a function, and refuse it under ``fullgraph=True``.
+    """Decorate a function so that `torch.compile` runs it eagerly; ``fullgraph=True`` refuses it.
 
     Otherwise it might trace only a part of the function, and a different part on each rank,
     depending on what ran there before.

@@ -1,4 +1,4 @@
-"""DTensor: local shards, their layout, and the communicator that moves them.
+"""`DTensor`, a torch tensor whose elements are sharded over devices, and `distribute_tensor`.
 
 Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for a
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the
@@ -107,7 +107,7 @@ class DTensor(Differentiable):
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> Self:
-        """Return a new tensor; see the class."""
+        """Shard a global tensor over a mesh; see the class."""
         chosen = communicator_for(communicator, device_mesh)
         with torch.no_grad(), chosen.telling():
             check_dense(tensor)
@@ -135,7 +135,7 @@ class DTensor(Differentiable):
         layout: Layout,
         communicator: Communicator | None = None,
     ) -> Self:
-        """Return a DTensor of this process's shards, by physical id, without a copy.
+        """Return a DTensor of this process's shards (device id -> shard), without a copy.
 
         It does not communicate. Raises `LayoutError` if a shard is missing, or its shape or dtype
         is not that of the layout.
@@ -153,7 +153,7 @@ class DTensor(Differentiable):
     @classmethod
     @outside_graphs
     def from_torch(cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None) -> Self:
-        """Return the DTensor for one of torch's, with the same storage; gradients flow back.
+        """Convert torch's DTensor to shardspec's; both share storage, and gradients flow back.
 
         A rank outside the mesh gets a tensor without shards. `device_mesh` replaces the mesh by an
         equal one with links or names. Raises `LayoutError` if this is not a DTensor of torch or a
@@ -257,7 +257,7 @@ class DTensor(Differentiable):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Carry out a torch function with a DTensor among its arguments."""
+        """Carry out a torch function such as `torch.add` that was called with a DTensor."""
         if not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented
         if torch._C._are_functorch_transforms_active():
@@ -279,7 +279,7 @@ class DTensor(Differentiable):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: object, _types: object, args: Sequence[Any] = (), *_: object
     ) -> object:
-        """Refuse an operation that torch runs on its own, without `__torch_function__`."""
+        """Refuse operations of torch that bypass `__torch_function__`: there is no data here."""
         if operation is torch.ops.aten._local_scalar_dense.default:  # a number, as for torch.full
             return args[0].item()
         raise LayoutError(
@@ -420,7 +420,7 @@ class DTensor(Differentiable):
 
     @outside_graphs
     def convert(self, plan: ConversionPlan) -> "DTensor":
-        """Return the tensor converted by a plan from its layout; see `redistribute`."""
+        """Return the tensor converted by a plan that starts at its layout; see `redistribute`."""
         with telling(self.communicator, self.device_mesh, plan.target.mesh):
             if plan.source != self.layout:
                 raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
@@ -449,7 +449,7 @@ class DTensor(Differentiable):
 
 @cache
 def _own_members(cls: type[DTensor]) -> Mapping[object, Callable[..., Any]]:
-    """Return the methods and accessors of a class by those of `torch.Tensor` that they replace."""
+    """Return member of `torch.Tensor` -> the member of `cls` that replaces it."""
     members: dict[object, Callable[..., Any]] = {}
     for name in dir(torch.Tensor):
         theirs, own = getattr(torch.Tensor, name), getattr(cls, name)
@@ -471,7 +471,7 @@ def restored(
     dtype: str,
     is_simulated: bool,
 ) -> DTensor:
-    """Return a DTensor from plain values, as pickles have them."""
+    """Return the DTensor of a pickle, from its shards and the plain values of its layout."""
     ids, mesh_shape, alpha, beta, names, link_model, links = mesh
     device_mesh = DeviceMesh(
         ids, mesh_shape, None, alpha, beta, axis_names=names, link_model=link_model, links=links
@@ -521,7 +521,7 @@ def distribute_tensor(
 
 
 def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None) -> DTensor | None:
-    """Return the DTensor if it already has the layout, None for plain tensors.
+    """Return `tensor` if it is a DTensor with this mesh and spec, None if it is a plain tensor.
 
     Raises `LayoutError` for a DTensor of another layout.
     """

@@ -1,4 +1,4 @@
-"""Factories of tensors, in which each device makes only its own box.
+"""Provides `empty`, `zeros`, `arange`, `rand`, and others, which make each device's shard in place.
 
 A random number depends only on the seed and on its row-major position in the global tensor. Block
 *k* of 4096 positions uses the 64-bit words that the counters *1024 k* to *1024 k + 1023* make in
@@ -64,7 +64,7 @@ def _made(
     default: torch.dtype | None = None,
     given: torch.Tensor | None = None,
 ) -> DTensor:
-    """Return a tensor whose shards `fill` writes, given their boxes.
+    """Return a new DTensor: `fill` writes each shard of this process, given its box.
 
     `given` must be the same on all ranks. `name` is that of the public function, for errors.
     """
@@ -89,7 +89,7 @@ def _made(
 
 
 def _communicator(name: str, options: Options) -> Communicator:
-    """Return the communicator of a new tensor; raises `TypeError` for unknown keywords."""
+    """Return the communicator for a new tensor's mesh; `name` is the called function's."""
     for unknown in options.keys() - Options.__annotations__.keys():
         keywords = ", ".join(Options.__annotations__)
         raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
@@ -260,12 +260,12 @@ def _random(
 
 
 def uniform(bits: int) -> Callable[[Words], Numbers]:
-    """Return a function that makes numbers in [0, 1), multiples of ``2**-bits``."""
+    """Return a function from random 64-bit words to numbers in [0, 1), of `bits` bits each."""
     return lambda words: (words >> np.uint64(64 - bits)).astype(np.float64) * 2.0**-bits
 
 
 def normal(words: Words) -> Numbers:
-    """Return normally distributed numbers of mean 0 and variance 1."""
+    """Return normal random numbers (mean 0, variance 1) made of random 64-bit words."""
     unit = uniform(53)(words)
     radius = np.sqrt(-2 * np.log1p(-unit[0::2]))
     angle = tau * unit[1::2]
@@ -275,9 +275,10 @@ def normal(words: Words) -> Numbers:
 def box_of(
     shape: tuple[int, ...], box: Box, seed: int, made_of: Callable[[Words], Numbers], start: int = 0
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
-    """Yield the parts of a box of a tensor that has dims, each with its index in the box.
+    """Yield the random numbers of a box of a tensor: (index within the box, numbers) pairs.
 
-    The tensor starts at number `start` of all; `made_of` is `normal`, or what `uniform` returns.
+    They are numbers `start` and on of the sequence of a seed, by row-major position in the tensor;
+    `made_of` is `normal`, or what `uniform` returns. The shape has at least one dim.
     """
     if not prod(box_shape(box)):
         return

@@ -19,7 +19,7 @@ _IN_PARTITION: Final[ContextVar[bool]] = ContextVar("shardspec partition_fn", de
 
 
 class StandIn(torch.Tensor):
-    """A meta tensor in place of a DTensor; it also has the DTensor's methods."""
+    """A meta tensor that a module holds in place of a DTensor; it has the DTensor's methods."""
 
     tensor: "TensorLike"
 
@@ -48,7 +48,7 @@ class StandIn(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Keep ``Module._apply`` from copying data, since there is none."""
+        """Return the stand-in where ``Module._apply`` would copy data, as it has none."""
         if function is torch._has_compatible_shallow_copy_type:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -66,5 +66,5 @@ def stand_ins() -> Iterator[None]:
 
 
 def stand_ins_are_wanted() -> bool:
-    """Return True if a ``partition_fn`` is running."""
+    """Return True while a ``partition_fn`` runs, so that stand-ins are to be made."""
     return _IN_PARTITION.get()

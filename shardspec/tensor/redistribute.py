@@ -1,4 +1,4 @@
-"""Conversions by plans for programs that keep torch's DTensor."""
+"""Provides `redistribute`, which converts torch's own DTensor by the cheapest plan."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh

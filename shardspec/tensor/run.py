@@ -1,4 +1,4 @@
-"""Executes plans: every step by the communicator of its mesh, and the gradient of each.
+"""Carries out a conversion plan on this process's shards, step by step, and its gradient.
 
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.tensor.dtensor`.
 """
@@ -34,7 +34,7 @@ def run_conversion(
     *,
     back: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Execute the steps of a plan on this process's shards; return the shards of the target.
+    """Carry out a plan on this process's shards (device id -> shard); return the target's shards.
 
     The communicator is that of the source's mesh. With `back`, convert gradients of the target to
     those of the source: the steps are undone in reverse order, and reductions must be sums or
@@ -85,7 +85,7 @@ def _conversion(
 def telling(
     communicator: Communicator, source: DeviceMesh, target: object
 ) -> AbstractContextManager[None]:
-    """Send errors to all ranks of both meshes; see `Communicator.telling`."""
+    """Return a block in which an error on one rank reaches all ranks of both meshes."""
     # If the target is no mesh, which is an error, only the source's ranks are informed.
     other = target if isinstance(target, DeviceMesh) else source
     return communicator.on(common_mesh(source, other)).telling()
@@ -93,7 +93,7 @@ def telling(
 
 @lru_cache(maxsize=4096)
 def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: str) -> bytes:
-    """Return a description of a conversion that ranks compare."""
+    """Return a text that is equal on all ranks only if they ask for the same conversion."""
     meshes = source.mesh, target.mesh
     links = "; ".join(f"{m.mesh_alpha} s, {m.mesh_beta} s/B, {m.link_model}" for m in meshes)
     return description(
@@ -112,7 +112,7 @@ def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: st
 
 
 def mesh_text(layout: Layout) -> str:
-    """Return the mesh of a layout and its ids as text, for comparison between ranks."""
+    """Return mesh, shape and ids as text: ranks compare it."""
     return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
 
 
@@ -124,7 +124,7 @@ def run_step(
     after: Layout,
     device: str,
 ) -> dict[int, torch.Tensor]:
-    """Execute one step, possibly between two meshes, cell by cell if a spec has parts."""
+    """Carry out one step; return the shards after it. Specs with parts run part by part."""
     plain, local = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
     if plain and before.mesh == after.mesh:
         return local.run(transfers_of(step, before, after), shards)
@@ -153,13 +153,13 @@ def run_step(
 
 
 def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor:
-    """Return the part of a device's shard that is in a cell; a scalar becomes a vector."""
+    """Return the slice of a device's shard in one cell of the tensor; a scalar becomes a vector."""
     return shard[cell.index(device)] if cell.cell else shard.view(1)
 
 
 @lru_cache(maxsize=4096)
 def _same_boxes(before: Layout, after: Layout) -> bool:
-    """Return True if every device keeps its box, so that nothing moves."""
+    """Return True if every device has the same box before and after."""
     return before.boxes() == after.boxes()
 
 
@@ -190,7 +190,7 @@ def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shar
 
 
 def alias_of(shard: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same storage, tracked by autograd if grad mode is on."""
+    """Return another tensor with the same storage; gradients pass through it."""
     if not torch.is_grad_enabled():
         return shard.detach()
     alias: torch.Tensor = torch.ops.aten.alias.default(shard)
@@ -214,7 +214,7 @@ def convert(
     *,
     tracked: bool,
 ) -> Mapping[int, torch.Tensor]:
-    """Return the shards that a plan makes of this process's shards; differentiable if `tracked`.
+    """Carry out a plan on this process's shards; return the target's. Differentiable if `tracked`.
 
     If nothing moves, the result has the same shards, or aliases of those that require a gradient.
     Raises `LayoutError` if a gradient is tracked through a min, max or prod, or to other devices.
@@ -247,7 +247,7 @@ def convert(
 def with_gradient_reduced(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the shards; a plan reduces the gradients that arrive at them.
+    """Return the shards unchanged; in the backward pass, `plan` reduces their gradients.
 
     The gradient of a pending mean is not divided: the devices return a mean again.
     """
@@ -256,7 +256,7 @@ def with_gradient_reduced(
 
 
 class _Written(torch.autograd.Function):
-    """Memory that was overwritten with a tensor's values, to which the gradient passes."""
+    """Overwritten memory, as a function of the new values: gradients pass to these."""
 
     @staticmethod
     def forward(ctx: Any, memory: torch.Tensor, _new: torch.Tensor) -> torch.Tensor:  # noqa: ANN401, ARG004
@@ -268,14 +268,14 @@ class _Written(torch.autograd.Function):
 
 
 def written(memory: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same memory, whose gradient is that of `new`."""
+    """Return a tensor of the memory that now has the values of `new`; gradients pass to `new`."""
     # torch leaves Function.apply untyped.
     result: torch.Tensor = _Written.apply(memory.detach(), new)  # type: ignore[no-untyped-call]
     return result
 
 
 def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tensor, with gradients that pass it divided by `count`."""
+    """Return the tensor; in the backward pass its gradient is divided by `count`."""
     if count == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     share = partial(torch.mul, other=1 / count)
@@ -296,6 +296,6 @@ def copies_of(tensor: torch.Tensor, count: int, *, distinct: bool = False) -> Sh
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the first of equal shards; its gradient is the gradient of every copy."""
+    """Return the first of several equal shards; all copies get its gradient."""
     count, given = len(shards), shards.values()
     return _apply(lambda copies: _views(copies[:1]), lambda shard: _views(shard * count), given)[0]

@@ -1,4 +1,4 @@
-"""Makes shards from a global tensor, and checks shards against their layout."""
+"""Cuts a global tensor into the shards of devices, and checks that shards fit a layout."""
 
 import hashlib
 import os
@@ -40,7 +40,7 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 def communicator_for(
     communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
 ) -> Communicator:
-    """Return the communicator, by default that of the mesh.
+    """Return `communicator`, or by default that of the running job for this mesh.
 
     Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
     mesh if the caller `needs_shards`.
@@ -63,7 +63,7 @@ def communicator_for(
 def new_layout(
     mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: torch.dtype
 ) -> Layout:
-    """Return the layout of a new tensor, which has no pending reductions."""
+    """Return the layout of a new tensor; LayoutError if the spec has pending reductions."""
     layout = Layout(mesh, spec, global_shape, dtype)
     if layout.spec.partials:
         raise LayoutError(
@@ -75,7 +75,7 @@ def new_layout(
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name."""
+    """Return torch's dtype by its name: "bfloat16" is `torch.bfloat16`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
@@ -83,7 +83,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and the dtype of the shard of a device."""
+    """Return the shape and torch dtype of the shard that a device has."""
     return layout.local_shape(device), torch_dtype(layout.dtype)
 
 
@@ -94,13 +94,13 @@ def facts_of(shard: torch.Tensor) -> Facts:
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """Return the bits of elements as unsigned numbers, without a copy if in host memory."""
+    """Return the elements' bits as a numpy array of unsigned integers; no copy on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     return plain.view(_BITS[plain.element_size()]).numpy()
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
-    """Raise `LayoutError` if a shard is missing, or its shape or dtype is not the layout's."""
+    """Raise `LayoutError` if a device's shard does not fit the layout; `facts` are by device."""
     for device, given in facts.items():
         if given is None:
             raise LayoutError(f"the shard of device {device} is missing for {layout}")
@@ -114,7 +114,7 @@ def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
 
 
 def copies_for(devices: Sequence[int], shard: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return a shard for the first device, and copies of it for the others.
+    """Return device -> shard: the shard itself for the first device, and copies for the others.
 
     Copies are separate leaves, so the gradient of `shard` is that of the first device.
     """
@@ -125,7 +125,7 @@ def copies_for(devices: Sequence[int], shard: torch.Tensor) -> dict[int, torch.T
 
 
 def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -> tuple[int, ...]:
-    """Return the global shape: the sum of the shards' sizes along the axes that shard each dim.
+    """Return the global shape of shards: shards of 3 and 4 rows by "[S0,R]" make 7 rows.
 
     Raises `LayoutError` if a shard has a different number of dims than the spec.
     """
@@ -174,7 +174,7 @@ def check_dense(tensor: object) -> None:
 def shards_of(
     tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """Return this process's shards of the global tensor of `src_rank`.
+    """Return this process's shards of the global tensor that rank `src_rank` has.
 
     Of other ranks' tensors only shape, dtype and device matter. If `src_rank` is None, all ranks
     must have the same tensor, and nothing is sent.
@@ -216,7 +216,7 @@ def shards_of(
 
 
 def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
-    """Return a contiguous copy of a device's shard."""
+    """Return a contiguous copy of the box of a global tensor that a device has."""
     for dim, side in enumerate(layout.intervals(device)):
         pieces = [tensor.narrow(dim, lo, hi - lo) for lo, hi in side]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -224,7 +224,7 @@ def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return a layout without replicas: the longest dim is also sharded by all unused axes."""
+    """Return a layout in which every element is on one device: unused axes shard a dim too."""
     spec, shape = layout.spec, layout.global_shape
     spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]
@@ -235,7 +235,7 @@ def _without_copies(layout: Layout) -> Layout:
 def check_copies(
     communicator: Communicator, tensors: Mapping[int, torch.Tensor], what: str
 ) -> None:
-    """Raise `LayoutError` if tensors differ between ranks, checked if ``SHARDSPEC_CHECK=1``."""
+    """Raise `LayoutError` if ranks have different tensors; only if ``SHARDSPEC_CHECK=1``."""
     if os.environ.get("SHARDSPEC_CHECK") != "1":
         return
     first = communicator.mesh.ids[0]

@@ -1,9 +1,9 @@
-"""Runs torch functions on DTensors: on shards, by torch's DTensor, or on gathered tensors.
+"""Runs torch functions on DTensors: `x + y` on each device's shards, `x.sort()` after a gather.
 
-`shardspec.tensor.operators.rules` lists the functions that run on shards or by torch's rules. All
-others gather their arguments, and their results are replicated. A process that holds the shards of
-all devices computes on whole tensors; torch's rules only give the layouts of results. The choice
-depends on layouts alone, so all ranks make the same one.
+`shardspec.tensor.operators.rules` lists the functions that run on shards, or by the rules of
+torch's own DTensor. All others gather their arguments, and their results are replicated. A process
+that holds the shards of all devices computes on whole tensors; torch's rules only give the layouts
+of results. The choice depends on layouts alone, so all ranks make the same one.
 """
 
 import logging
@@ -62,7 +62,7 @@ _KEYS: Final = (int, slice, type(None), type(...))
 def apply(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:  # noqa: ANN401
-    """Call a torch function with DTensors among its arguments, which may be nested."""
+    """Carry out a torch function on DTensors, which may be nested in its arguments."""
     leaves, structure = leaves_of(args, kwargs)
     names = named(function)
     first = next(leaf for leaf in leaves if isinstance(leaf, TensorLike))
@@ -109,7 +109,7 @@ def apply(
 
 
 def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
-    """Call the function again with pending reductions finished, if torch's rule is right then."""
+    """Finish pending reductions, and call the function again if torch's rule fits then."""
     done = {
         id(t): t.redistribute(t.layout.spec.without_partial())
         for t in call.tensors
@@ -148,9 +148,9 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
 
 
 def _taken(names: Named, leaf: object, first: TensorLike) -> object:
-    """Return an argument to pass on; refuse tensors on other meshes, and plain ones.
+    """Return an argument to pass on: DTensors of the first one's mesh, plain ones made replicated.
 
-    Plain ones with more than one element may differ between ranks.
+    Refuses DTensors of other meshes, and plain tensors with several elements: ranks may differ.
     """
     mesh, other = first.layout.mesh, ""
     if isinstance(leaf, TensorLike):
@@ -188,7 +188,7 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
 
 
 def _check_writable(call: Call, tensor: TensorLike) -> None:
-    """Raise `LayoutError` if a write to the tensor would be lost, or would miss a gradient."""
+    """Raise `LayoutError` if values written to the tensor would be lost, or a gradient would."""
     tensor._check_current()
     part, name = tensor._part_of, call.names.shown
     if torch.is_grad_enabled() and tensor._is_leaf_with_gradient():
@@ -214,7 +214,7 @@ def _check_writable(call: Call, tensor: TensorLike) -> None:
 
 
 def _shards_correspond(call: Call) -> bool:
-    """Return True if the function may be called on the shards of each device alone."""
+    """Return True if calling the function on each device's shards gives the right shards."""
     plain, tensors = call.names.plain, call.tensors
     whole = all(facts_of_layout(layout).is_whole for layout in call.layouts)
     if plain in VIEWS and whole and not call.names.writes:
@@ -282,7 +282,7 @@ def _on_shards(call: Call) -> Any:  # noqa: ANN401
 
 
 def _shard(tensor: TensorLike, device: int | None) -> torch.Tensor:
-    """Return a device's shard; a rank outside the mesh has one without data."""
+    """Return the shard of a device; on a rank outside the mesh, a tensor without data (meta)."""
     if device is not None:
         return tensor.shards[device]
     shape = tensor.layout.local_shape(tensor.layout.mesh.ids[0])
@@ -293,7 +293,7 @@ def _shard(tensor: TensorLike, device: int | None) -> torch.Tensor:
 
 
 def _torch_is_right(call: Call) -> bool:
-    """Return True if torch's rule is right for a call."""
+    """Return True if torch's own DTensor would compute this call correctly."""
     plain, (args, kwargs) = call.names.plain, call.arguments
     if "out" in kwargs or (call.names.writes and plain not in POINTWISE):
         return False
@@ -316,7 +316,7 @@ def _is_under_loss_parallel() -> bool:
 
 
 def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
-    """Return True if only the classes of logits are sharded, as `loss_parallel` requires."""
+    """Return True if logits are sharded by class alone, as torch's `loss_parallel` requires."""
     classes = 1 if len(logits.global_shape) > 1 else 0
     cut, facts = logits.spec.dim_specs[classes].axes, facts_of_layout(logits)
     return (
@@ -329,7 +329,7 @@ def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
 
 
 def _by_torch(call: Call) -> Any:  # noqa: ANN401
-    """Call the function on torch's DTensors of this rank's shards; the other ranks do the same."""
+    """Call the function on torch's DTensors of the same shards; all ranks do so at once."""
     from torch.distributed.tensor.experimental import implicit_replication
 
     first, tensors = call.tensors[0], call.tensors
@@ -362,7 +362,7 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
 
 
 def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies: bool) -> object:
-    """Return a result of torch's function as a DTensor of shardspec."""
+    """Convert a result of torch's DTensor to a DTensor of shardspec."""
     if not is_torch_dtensor(leaf):
         return leaf
     from shardspec.interop.torch_dtensor import in_our_words
@@ -385,7 +385,7 @@ def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies
 
 
 def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Return True if torch considers two tensors to share memory."""
+    """Return True if a result shares memory with an argument, as torch sees it."""
     # torch has no public name for it, and its stubs lack it.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
@@ -394,7 +394,7 @@ def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Records the gathered tensors that a function writes to, by the schemas of its operations."""
+    """Records which of the gathered tensors a function writes to."""
 
     def __init__(self, call: Call, wholes: Mapping[int, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -409,7 +409,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run an operation; raise `LayoutError` if it writes to a tensor where that is refused."""
+        """Run an operation and record its writes; `LayoutError` if a write is refused."""
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
@@ -430,7 +430,7 @@ def _place_in_memory(tensor: torch.Tensor) -> int:
 
 
 def _in_whole(call: Call) -> Any:  # noqa: ANN401
-    """Call the function on gathered tensors; results are replicated."""
+    """Gather the arguments and call the function on them; results are replicated."""
     tensors = call.tensors
     first = tensors[0]
     layouts: Sequence[Layout | None] | None = None
@@ -477,14 +477,14 @@ def _in_whole(call: Call) -> Any:  # noqa: ANN401
 
 
 def _whole(tensor: TensorLike) -> torch.Tensor:
-    """Return the global tensor; without data on a rank outside the mesh."""
+    """Return the global tensor on every rank of the mesh; on other ranks one without data."""
     if tensor.communicator.addressable:
         return tensor.to_global()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _sharded(whole: torch.Tensor, like: TensorLike, wanted: Layout | None) -> TensorLike:
-    """Return a global tensor sharded by a layout, by default replicated."""
+    """Return a global tensor as a DTensor of the `wanted` layout, by default replicated."""
     mesh = like.layout.mesh
     if wanted is None or wanted.global_shape != tuple(whole.shape) or not wanted.spec.axes:
         return _replicated(whole, like)
@@ -507,7 +507,7 @@ def _sharded(whole: torch.Tensor, like: TensorLike, wanted: Layout | None) -> Te
 
 
 def _replicated(leaf: torch.Tensor, like: TensorLike, *, distinct: bool = True) -> TensorLike:
-    """Return a tensor that is the same everywhere as a replicated DTensor."""
+    """Return a tensor that all ranks have as a replicated DTensor, on the mesh of `like`."""
     devices = like.communicator.addressable
     shards = dict(zip(devices, copies_of(leaf, len(devices), distinct=distinct), strict=True))
     layout = Layout(like.layout.mesh, ShardingSpec(leaf.dim()), leaf.shape, leaf.dtype)
@@ -518,7 +518,7 @@ def _replicated(leaf: torch.Tensor, like: TensorLike, *, distinct: bool = True) 
 
 
 def _seed(call: Call) -> int | None:
-    """Return a seed that all ranks share; None for a function that draws nothing."""
+    """Return a seed that all ranks share; None if the function draws no random numbers."""
     args, kwargs = call.arguments
     if call.names.plain == "scaled_dot_product_attention":
         place = args[_DROPOUT_PLACE] if len(args) > _DROPOUT_PLACE else 0
@@ -534,7 +534,7 @@ def _seed(call: Call) -> int | None:
 
 
 def _sources(call: Call) -> list[torch.Generator]:
-    """Return the random generators that a call may use, one among its arguments first."""
+    """Return the random generators that a call may use; one in its arguments comes first."""
     given = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
     devices = {s.device for t in call.tensors for s in t.shards.values() if s.is_cuda}
     cuda = [torch.cuda.default_generators[device.index or 0] for device in devices]
@@ -542,7 +542,7 @@ def _sources(call: Call) -> list[torch.Generator]:
 
 
 def _place(layout: Layout, device: int | None) -> int:
-    """Return a number that is equal for devices with the same box."""
+    """Return the number of a device's box: devices that are replicas have the same number."""
     place, mesh = 0, layout.mesh
     if device is not None:
         at = mesh.coordinates(device)
@@ -553,7 +553,7 @@ def _place(layout: Layout, device: int | None) -> int:
 
 @contextmanager
 def _drawing(call: Call, seed: int | None) -> Iterator[None]:
-    """Seed all generators within the block; restore their states afterwards."""
+    """Seed all generators within the block, if there is a seed; restore their states afterwards."""
     if seed is None:
         yield
         return

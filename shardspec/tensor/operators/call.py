@@ -1,4 +1,4 @@
-"""Represents a call of a torch function with DTensors among its arguments."""
+"""Defines `Call`: a torch function and its arguments, of which some are DTensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,26 +40,26 @@ class Call:
         leaves: Sequence[Any],
         structure: TreeSpec | None,
     ) -> "Call":
-        """Return the call of a function with arguments as leaves and their structure."""
+        """Return the call of a function; `leaves` are the arguments, or what is nested in them."""
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, TensorLike)}
         arguments = _arguments(leaves, structure)
         return cls(function, names, leaves, structure, arguments, list(tensors.values()))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the DTensors."""
+        """Layout of each DTensor among the arguments."""
         return tuple(tensor.layout for tensor in self.tensors)
 
     @property
     def is_tracked(self) -> bool:
-        """True if autograd records the call."""
+        """True if autograd records the call, as some argument requires a gradient."""
         return torch.is_grad_enabled() and any(
             leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor)
         )
 
     @property
     def may_write(self) -> bool:
-        """True if the function may write to an argument, by its name or because a flag is True."""
+        """True for `add_`, or with ``inplace=True``: the function may write to an argument."""
         return (
             self.names.writes
             or any(leaf is True for leaf in self.leaves)
@@ -67,7 +67,7 @@ class Call:
         )
 
     def on(self, replaced: Mapping[int, Any]) -> Any:  # noqa: ANN401
-        """Call the function with other tensors in place of the DTensors, by ``id``."""
+        """Call the function with `replaced[id(tensor)]` in place of each DTensor."""
         leaves = [replaced.get(id(leaf), leaf) for leaf in self.leaves]
         args, kwargs = _arguments(leaves, self.structure)
         return self.function(*args, **kwargs)
@@ -76,7 +76,7 @@ class Call:
 def leaves_of(
     args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[list[object], TreeSpec | None]:
-    """Return the leaves of arguments and their structure; None if they are not nested."""
+    """Flatten nested arguments; return leaves and structure (None if nothing was nested)."""
     if not kwargs and not any(isinstance(arg, tuple | list | dict) for arg in args):
         return list(args), None  # in a tenth of the time
     return tree_flatten((tuple(args), dict(kwargs)))

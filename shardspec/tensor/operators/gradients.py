@@ -1,4 +1,4 @@
-"""Gradients of DTensors: requesting, retaining, hooks, and computation by `torch.autograd`.
+"""Gradients of DTensors: `grad`, hooks, `detach`, `backward`, and `torch.autograd.grad`.
 
 All functions pass `TensorLike._nodes` to autograd, the single set of tracked tensors.
 """
@@ -28,10 +28,10 @@ class Differentiable(TensorLike):
 
     @outside_graphs
     def _of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
-        """Return the gradients of the shards as one tensor without pending reductions.
+        """Return the gradients of this process's shards as one DTensor; None if all are None.
 
-        None if all gradients are None. Some missing ones, as of devices whose shards were not used,
-        are zero. All addends of a pending reduction have the same gradient.
+        Some missing ones, as of devices whose shards were not used, are zero. All addends of a
+        pending reduction have the same gradient.
         """
         if all(each is None for each in gradients):
             return None
@@ -44,7 +44,7 @@ class Differentiable(TensorLike):
         return self._made(layout, self.communicator, shards)
 
     def _as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
-        """Return a gradient of this tensor as those of its shards; every rank calls this."""
+        """Return the shards of a gradient, one per shard of this tensor; every rank calls it."""
         complete = gradient.redistribute(self.layout.spec.without_partial())
         return complete._nodes()
 
@@ -148,7 +148,7 @@ class Differentiable(TensorLike):
 
     @outside_graphs
     def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a view of every shard."""
+        """Return a DTensor whose shards are views of this one's, made by `view`."""
         shards = {device: view(shard) for device, shard in self.shards.items()}
         made = self._made(self.layout, self.communicator, shards)
         made._part_of = self._part_of
@@ -174,7 +174,7 @@ GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autog
 def go_back(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:  # noqa: ANN401
-    """Compute gradients by one of `GOING_BACK`, at the `_nodes` of DTensors."""
+    """Run `backward` or `torch.autograd.grad` on DTensors, by their shards."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     ends, sources = _listed(given.pop(next(iter(given)))), _listed(given.pop("inputs", None))
     names = ("gradient", "grad_tensors", "grad_outputs")
@@ -226,7 +226,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return the shards of an output that autograd tracks, each with its initial gradient."""
+    """Return (shard, initial gradient) pairs for an output and its gradient, if it is tracked."""
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if is_torch_dtensor(start):
@@ -251,7 +251,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 @contextmanager
 def _of_plain_tensors() -> Iterator[None]:
-    """Let torch's DTensor replicate plain tensors that torch makes during a backward pass."""
+    """Let torch's DTensor treat plain tensors in a backward pass as replicated."""
     if not dist.is_initialized():
         yield
         return

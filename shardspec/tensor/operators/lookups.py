@@ -1,7 +1,7 @@
-"""Embeddings and losses, which look up one row per index: computed on the shards of each device.
+"""Computes embeddings and losses on shards: each device looks up the rows that it has.
 
-Each device looks up the rows that it has; those of the others are zeros, and the sum is left
-pending. The mean of a loss needs the number of targets on all devices.
+With the weight sharded by rows over 2 devices, each one returns zeros for indices of the other's
+rows, and the sum of both is the result. The mean of a loss needs the number of targets of all.
 """
 
 import inspect
@@ -28,7 +28,7 @@ def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 def _is_plain(*tensors: object) -> bool:
-    """Return True if all are DTensors without pending reductions, parts or blocks."""
+    """Return True if all are DTensors that are only sharded: no pending sums, parts or blocks."""
     return all(
         isinstance(tensor, TensorLike)
         and not tensor.layout.spec.partials
@@ -39,7 +39,7 @@ def _is_plain(*tensors: object) -> bool:
 
 
 def _embedding(args: Sequence[object], kwargs: Mapping[str, object]) -> TensorLike | None:
-    """Return the rows of a weight; a sum is pending where its rows are sharded."""
+    """Return the embedding of indices; it has a pending sum where the weight's rows are sharded."""
     given = _bound(F.embedding, args, kwargs)
     if given is None or not _is_plain(given["input"], given["weight"]):
         return None
@@ -84,7 +84,7 @@ def _embedding(args: Sequence[object], kwargs: Mapping[str, object]) -> TensorLi
 def _rows_of(
     shard: torch.Tensor, index: torch.Tensor, lo: int, hi: int, padding: int | None
 ) -> torch.Tensor:
-    """Return rows `lo` to `hi` of a weight at indices in all rows; zeros for the others."""
+    """Return the rows at `index`; a shard has rows lo to hi, and other rows are zeros."""
     own = padding - lo if padding is not None and lo <= padding < hi else None
     inside = (index >= lo) & (index < hi)
     if not shard.shape[0]:
@@ -96,7 +96,7 @@ def _rows_of(
 def _loss(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> TensorLike | None:
-    """Return the loss of logits whose classes are not sharded."""
+    """Return the loss for logits whose classes are all on one device; None for other arguments."""
     given = _bound(function, args, kwargs)
     if given is None or not _is_plain(given["input"], given["target"]):
         return None

@@ -1,4 +1,4 @@
-"""Layouts of results by torch's rules, in a process without a job: torch runs on meta tensors.
+"""Finds the layout of a result without computing it: torch's DTensor runs on meta tensors.
 
 torch's mesh gets groups without a backend: operations on meta tensors only look up their sizes.
 """
@@ -40,7 +40,7 @@ _NAMES: Final = count(1)
 
 @lru_cache(maxsize=64)
 def _mesh_without_job(mesh: DeviceMesh) -> tuple[TorchMesh, dict[GroupName, dist.ProcessGroup]]:
-    """Return torch's mesh of these ranks, and by name groups without a backend for its axes."""
+    """Return torch's mesh of these ranks, and process groups by name that cannot communicate."""
     check_ascending(mesh)
     number = next(_NAMES)
     grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)
@@ -62,7 +62,7 @@ def _register(groups: Mapping[GroupName, dist.ProcessGroup]) -> None:
 
 
 def layouts_by_torch(call: Call, torch_mesh: TorchMesh | None = None) -> Layouts:
-    """Return the layout of each tensor that a call returns by torch's rule; None without a rule.
+    """Return the layouts of the tensors that a call returns; None where torch has no rule.
 
     `torch_mesh` is that of the running job; without it this process simulates the mesh.
     """
@@ -84,7 +84,7 @@ def layouts_by_torch(call: Call, torch_mesh: TorchMesh | None = None) -> Layouts
 
 
 def _key(call: Call) -> Hashable | None:
-    """Return a key that decides the layouts of a call's results; None if it cannot be hashed."""
+    """Return a key: calls with equal keys have results of equal layouts; None if unhashable."""
     leaves: list[Hashable] = []
     for leaf in call.leaves:
         if isinstance(leaf, TensorLike):

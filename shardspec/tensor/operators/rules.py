@@ -1,4 +1,4 @@
-"""Lists of torch functions that give right results on shards, with the layouts they require.
+"""Lists the torch functions that give right results on shards, and the layouts that they need.
 
 The lists were found by comparing each function with one process on the samples of torch's own
 tests. A function that is on no list is computed on gathered tensors.
@@ -95,7 +95,7 @@ _WRITES: Final = re.compile(f"__setitem__|__i({_OPERATORS})__|.*[^_]_")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The names of a torch function."""
+    """A torch function by its names: ``add_`` writes in place, and computes the same as ``add``."""
 
     name: str
     """torch's name of the function."""
@@ -109,7 +109,7 @@ class Named:
 
 @lru_cache(maxsize=4096)
 def named(function: Callable[..., Any]) -> Named:
-    """Return the names of a torch function."""
+    """Return torch's name of a function, and what it tells, such as that ``add_`` writes."""
     name = getattr(function, "__name__", str(function))
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", name)
@@ -121,7 +121,7 @@ def named(function: Callable[..., Any]) -> Named:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """Properties of a layout that decide the way in which functions are computed."""
+    """Properties of a layout that decide if a function can run on shards."""
 
     pending: frozenset[str]
     """The kinds of pending reductions."""
@@ -137,7 +137,7 @@ class LayoutFacts:
 
 @lru_cache(maxsize=4096)
 def facts_of_layout(layout: Layout) -> LayoutFacts:
-    """Return the properties of a layout."""
+    """Return the properties that decide if a function can run on shards of this layout."""
     mesh, spec = layout.mesh, layout.spec
     cuts = [[int(axis) for axis in cut.axes] for cut in spec.dim_specs]
     counts = [prod(mesh.shape[axis] for axis in cut) for cut in cuts]
@@ -156,13 +156,13 @@ def facts_of_layout(layout: Layout) -> LayoutFacts:
 
 @lru_cache(maxsize=4096)
 def are_alike(layouts: tuple[Layout, ...]) -> bool:
-    """Return True if tensors have one shape and spec, so that their shards correspond."""
+    """Return True if tensors have one shape and spec: element i of one shard meets i of another."""
     return len({(layout.spec, layout.global_shape) for layout in layouts}) == 1
 
 
 @lru_cache(maxsize=4096)
 def torch_is_right(plain: str, layouts: tuple[Layout, ...]) -> bool:
-    """Return True if torch's rule for a function is right on these layouts."""
+    """Return True if torch computes function `plain` correctly on shards of these layouts."""
     facts = [facts_of_layout(layout) for layout in layouts]
     pending = frozenset[str]().union(*(each.pending for each in facts))
     if not all(each.in_torch for each in facts) or (

@@ -1,4 +1,4 @@
-"""The base of DTensor: its shards, torch's DTensor of them, operators and methods."""
+"""Defines the base class of `DTensor`: shards and layout, and what it shows of them to torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _SetByModules:
-    """An attribute that `torch.nn.Parameter` and `torch.nn.Buffer` set: tensors of torch only."""
+    """An attribute that modules set on parameters: torch's tensors have it, a DTensor does not."""
 
     def __get__(self, instance: object, owner: type) -> object:
         raise AttributeError("only tensors of torch are parameters and buffers")
@@ -37,7 +37,7 @@ class _SetByModules:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """The base of a view, in the state in which the view was taken."""
+    """What a view knows of its base: the tensor, and its version when the view was taken."""
 
     base: "TensorLike"
     version: int
@@ -49,7 +49,7 @@ class PartOf:
 
 
 def _refuse(_gradient: object) -> NoReturn:
-    """Refuse a gradient that torch tracks for a DTensor instead of for its shards."""
+    """Raise an error for a gradient that reaches the DTensor; gradients belong to its shards."""
     raise LayoutError(
         "a torch.autograd.Function loses the gradient of a DTensor; give it to_local() or "
         "to_torch(), and checkpoint with use_reentrant=False"
@@ -63,7 +63,7 @@ _REFUSED: Final = {0: _refuse}
 
 
 class TensorLike(torch.Tensor):
-    """A tensor without memory: shards, with torch's functions by `tensor.operators.apply`.
+    """A tensor without memory of its own: it has shards, and torch's functions act on these.
 
     Autograd tracks the shards. Only a `torch.autograd.Function` asks the tensor itself for history,
     and would lose the gradient. So the tensor has the flag of its shards, and what the Function
@@ -98,7 +98,7 @@ class TensorLike(torch.Tensor):
     persistent = _SetByModules()
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
-        """Return torch's DTensor as an instance of this class, on this tensor's mesh."""
+        """Return a DTensor of torch as one of this class, on this tensor's mesh."""
         raise NotImplementedError
 
     @classmethod
@@ -153,7 +153,7 @@ class TensorLike(torch.Tensor):
         return to_placements(self.layout.spec, self.device_mesh)
 
     def _nodes(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that autograd tracks for this one: its shards."""
+        """Return the tensors that autograd tracks instead of this one: its shards."""
         return tuple(self.shards.values())
 
     @property
@@ -175,7 +175,7 @@ class TensorLike(torch.Tensor):
         return self
 
     def _show_tracking(self, tracked: bool) -> None:
-        """Let a `torch.autograd.Function` see that gradients are tracked, to refuse its own."""
+        """Set the flag by which a `torch.autograd.Function` sees tracking, to refuse it."""
         with torch._C.DisableTorchFunctionSubclass():
             _OF_TORCH.requires_grad.__set__(self, tracked)
             if tracked:
@@ -183,7 +183,7 @@ class TensorLike(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True if gradients are collected here, or none are tracked."""
+        """True if `backward` collects gradients in this tensor, or none are tracked."""
         return all(node.is_leaf for node in self._nodes())
 
     @property
@@ -197,11 +197,11 @@ class TensorLike(torch.Tensor):
         return next((node.output_nr for node in self._nodes()), 0)
 
     def _is_leaf_with_gradient(self) -> bool:
-        """Return True if gradients are collected at this tensor's own shards."""
+        """Return True if `backward` collects gradients in these very shards."""
         return self.requires_grad and self.is_leaf and not self._is_given
 
     def _mark_unusable(self, why: str) -> None:
-        """Drop shards that were half written when a rank failed; later use raises."""
+        """Drop shards that a failing rank left half written; later use raises an error."""
         self._torch, self._shards = None, why
 
     @property
@@ -260,7 +260,7 @@ class TensorLike(torch.Tensor):
         )
 
     def _memory(self) -> list[torch.Tensor]:
-        """Return the tensors that store the elements: the shards, or else torch's DTensor."""
+        """Return the tensors with the elements: the shards, or else torch's DTensor."""
         if isinstance(self._shards, dict):
             return list(self._shards.values())
         return [] if self._torch is None else [self._torch]
@@ -275,7 +275,7 @@ class TensorLike(torch.Tensor):
         return any(each.requires_grad for each in self._memory())
 
     def _become_part_of(self, base: "TensorLike") -> None:
-        """Record that this tensor is a view of another one."""
+        """Record that this is a view of `base`, to notice later writes to it."""
         mine, theirs = list(self.shards.values()), list(base.shards.values())
         is_copy = any(
             one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
@@ -284,9 +284,9 @@ class TensorLike(torch.Tensor):
         self._part_of = PartOf(base, base._version, base._is_tracked(), is_copy)
 
     def _check_current(self) -> None:
-        """Raise `LayoutError` if values or gradients are lost.
+        """Raise `LayoutError` if this tensor's values or gradients can no longer be right.
 
-        Those of a view that does not see a later write to its base, or of the result of a
+        So for a view that does not see a later write to its base, and for the result of a
         `torch.autograd.Function`.
         """
         # A Function runs without gradients, and marks its result when it ends.
