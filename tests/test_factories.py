@@ -178,7 +178,7 @@ def test_what_does_not_fit():
         empty(2.5, 3, device_mesh=MESH)  # type: ignore[arg-type]  # the test
     with pytest.raises(LayoutError, match="give a sequence of whole numbers from 0"):
         empty(-2, device_mesh=MESH)
-    with pytest.raises(DTypeError, match="random numbers of int64: make them of one of float64"):
+    with pytest.raises(DTypeError, match=r"int64.*float64"):
         rand(3, device_mesh=MESH, dtype=torch.int64)
     for step in (0, -1):
         with pytest.raises(LayoutError, match="never ends"):

@@ -208,7 +208,7 @@ NO_METADATA: Final = FileMetadata()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What is known about a checkpoint besides its tensors and values, such as notes for the user.
+    """Facts about a checkpoint besides its tensors and values, such as notes for the user.
 
     A derived catalog copies them, and replaces the fields that contain names of tensors.
     """

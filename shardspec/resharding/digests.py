@@ -1,4 +1,4 @@
-"""Digests of tensors, independent of their sharding: digests of disjoint boxes add up.
+"""Digests of tensors that do not depend on sharding: each rank digests its boxes, and these add up.
 
 `docs/digest.md` defines ``shardspec-digest-1``. In short: the bytes of a tensor are read as 32-bit
 numbers. Each is multiplied by an odd key of its position in a row and an odd key of the row, and
@@ -113,7 +113,7 @@ class TensorDigest:
         seed: int = 0,
         cover: str | None = None,
     ) -> "TensorDigest":
-        """Return the digest with a value and a cover, by default the cover of all elements.
+        """Return the digest that was saved as text; the cover is by default that of all elements.
 
         Raises CheckpointError if either is invalid.
         """
@@ -128,7 +128,7 @@ class TensorDigest:
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
-        """Return the digest plus some bytes of a row-major box, which begin at byte `start`."""
+        """Return this digest plus the bytes of a box, from byte `start` of it on (row-major)."""
         flat = np.frombuffer(data, bits_type(item_bytes(self.dtype)))
         digest, at, first = self, 0, start // flat.itemsize
         for part in row_major_boxes(box_shape(box), first, first + len(flat)):
@@ -139,7 +139,7 @@ class TensorDigest:
         return digest
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
-        """Return the digest plus the elements of a box."""
+        """Return this digest plus that of a box with these elements."""
         if not box_size(box):  # its other dims may be huge
             return self
         lanes = _lanes(array.view(bits_type(array.itemsize)), box, self.shape, self.seed)
@@ -181,7 +181,7 @@ class TensorDigest:
         return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
 
     def difference(self, other: "TensorDigest") -> str:
-        """Return how another digest differs, as text; empty if it is equal."""
+        """Return in words how another digest differs; empty if it is equal."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return f"is {self._kind()} in one and {other._kind()} in the other"
         if self.value != other.value:
@@ -232,7 +232,7 @@ class Digests(Mapping[str, TensorDigest]):
         return f"Digests({counted(len(self), 'tensor')}, value {self.value})"
 
     def __add__(self, other: "Digests") -> "Digests":
-        """Return the sum of two parts of a state dict: different tensors, or disjoint boxes."""
+        """Merge the digests of two ranks, say: of different tensors, or of disjoint boxes."""
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and {other.seed} do not add up; digest all with one"
@@ -287,14 +287,14 @@ class Digests(Mapping[str, TensorDigest]):
         return lines
 
     def require_same(self, other: "Digests") -> None:
-        """Raise CheckpointError if other digests differ."""
+        """Raise CheckpointError, with the first differences, unless the others are equal."""
         first, *others = self.differences(other) or [""]
         more = f" (and {counted(len(others), 'other tensor')})" if others else ""
         if first:
             raise CheckpointError(first + more)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values, as in a file of digests."""
+        """Return the digests as a dict for a JSON file."""
         tensors = {}
         for name, digest in self.items():
             dtype = to_safetensors(digest.dtype)
@@ -345,7 +345,7 @@ class Digests(Mapping[str, TensorDigest]):
 
 
 def _mixed(numbers: _Words) -> _Words:
-    """Return the outputs of SplitMix64 for some states."""
+    """Return pseudorandom numbers: one output of SplitMix64 for each state."""
     z = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -361,26 +361,26 @@ _COVER: Final = 3 * LANES
 
 @lru_cache(64)
 def _start(stream: int, seed: int) -> int:
-    """Return the first state of SplitMix64 for a stream of keys."""
+    """Return the first SplitMix64 state of key sequence number `stream`."""
     before = np.array([(seed + (stream + 1) * _GAMMA) & _MASK], np.uint64)
     return int(_mixed(before)[0])
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return an odd key for each number, one row per stream of keys."""
+    """Return odd pseudorandom keys: element [s, i] for stream s and number i."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
 
 @lru_cache(8)
 def _word_keys(seed: int) -> _Words:
-    """Return two rows per lane: keys of 64-bit words, and keys of their upper halves."""
+    """Return the keys of 64-bit words in a row, two rows of keys for each lane."""
     places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
     return _keys(places, range(_WORDS, _COVER), seed)
 
 
 def _joined_from(shape: tuple[int, ...], width: int) -> int:
-    """Return the first of the trailing dims that form a row."""
+    """Return the first of the last dims that are joined to rows of at least 1024 bytes."""
     dim = len(shape) - 1
     while dim > 0 and prod(shape[dim:]) * width < _ROW_BYTES:
         dim -= 1
@@ -388,7 +388,7 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
-    """Return the row-major index of each element of a box."""
+    """Return the row-major index, in the tensor of `sizes`, of each element of a box."""
     numbers: _Words = np.array([0], np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
         inner = np.arange(lo, hi, dtype=np.uint64)
@@ -397,7 +397,7 @@ def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
 
 
 def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return one sum per lane over the elements of a box."""
+    """Return the two lanes (sums of number x key) of a box."""
     width, lanes = array.itemsize, np.zeros(LANES, np.uint64)
     adjacent = not box or array.strides[-1] == width or array.shape[-1] == 1
     (lo, hi) = box[-1] if box else (0, 1)
@@ -418,7 +418,7 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
 
 
 def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return one sum per lane over a nonempty row-major box."""
+    """Return the two lanes of a nonempty box whose elements are contiguous."""
     if not shape:
         array, box, shape = array.reshape(1), ((0, 1),), (1,)
     dim = _joined_from(shape, array.itemsize)
@@ -449,7 +449,7 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return one sum per lane over segments, or over parts of segments that begin at `at`."""
+    """Return the two lanes of rows, or of the parts of rows that begin at word `at`."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]
@@ -476,7 +476,7 @@ def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int
 
 
 def _cover(box: Box, seed: int) -> int:
-    """Return the cover of a box: a product over the dims, each a sum over its side."""
+    """Return the cover of a box: the product, over the dims, of `_side`."""
     if not box_size(box):
         return 0
     cover = 1
@@ -487,7 +487,7 @@ def _cover(box: Box, seed: int) -> int:
 
 @lru_cache(1024)
 def _side(dim: int, lo: int, hi: int, seed: int) -> int:
-    """Return the sum over indices of (key of the block) * (key of the position in the block)."""
+    """Return the sum of the keys of indices lo to hi of a dim."""
     before = _key_sums(dim, seed)
     total = 0
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
@@ -502,7 +502,7 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
 
 @lru_cache(64)
 def _key_sums(dim: int, seed: int) -> _Words:
-    """Return the cumulative sums of the keys of positions in a block of a dim."""
+    """Return cumulative sums of the keys of a dim's first 4096 indices."""
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])

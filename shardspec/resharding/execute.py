@@ -1,4 +1,4 @@
-"""Carries out a reshard plan, in a job or for all devices in one process."""
+"""Carries out a plan for a state dict: copies every box to its new device."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def run_reshard(
     receipt: bool = False,
     version: int | None = None,
 ) -> tuple[dict[str, Any], Receipt | None]:
-    """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
+    """Copy the tensors of a state dict to their new layouts; see `ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank() not in plan.devices:
             if receipt:
@@ -137,7 +137,7 @@ def _run_in_job(
 
 @contextmanager
 def _marking(inputs: Inputs, why: str) -> Iterator[None]:
-    """Mark DTensors of `out` as unusable if an error is raised."""
+    """Mark the DTensors of `out` as unusable if an error leaves them half filled."""
     try:
         yield
     except BaseException as error:
@@ -148,7 +148,7 @@ def _marking(inputs: Inputs, why: str) -> Iterator[None]:
 
 
 def _device_type(inputs: DeviceInputs) -> str:
-    """Return the kind of device that all shards of this rank are on; empty if it has none."""
+    """Return "cuda" or "cpu", on which all shards of this rank are; "" if it has none."""
     names: dict[str, str] = {}
     for shards, label in ((inputs.source, "{!r}"), (inputs.out, "out[{!r}]")):
         for name, shard in shards.items():
@@ -162,7 +162,7 @@ def _device_type(inputs: DeviceInputs) -> str:
 
 
 def _compare_stages(counts: Mapping[int, int]) -> None:
-    """Raise CommunicatorError if ranks have different stages: prices may round differently."""
+    """Raise CommunicatorError if ranks have different numbers of stages; `counts` are by rank."""
     first = min(counts)
     for peer, count in counts.items():
         if count != counts[first]:
@@ -175,7 +175,7 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 def _results(
     plan: StateCopies, of_devices: Mapping[int, "DeviceShards"], inputs: Inputs
 ) -> dict[str, Any]:
-    """Return the filled tensors, in the order of the state dict."""
+    """Return the new state dict: names to filled tensors and plain values."""
     filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
     for place, move in enumerate(plan.moves):
@@ -197,7 +197,7 @@ def _results(
 
 
 class DeviceShards:
-    """The shards of one device, and its part of each stage."""
+    """The shards of one device, from which it sends and into which it receives, stage by stage."""
 
     def __init__(self, plan: StateCopies, device: int, inputs: DeviceInputs) -> None:
         self.plan, self.device = plan, device
@@ -208,7 +208,7 @@ class DeviceShards:
         self._of_out = tuple(self.target)
 
     def allocate(self) -> None:
-        """Allocate the results that `out` lacks."""
+        """Allocate memory for the shards of the target that `out` does not have."""
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):
@@ -221,13 +221,13 @@ class DeviceShards:
                 self.target[place] = made[name]
 
     def clear(self) -> None:
-        """Write zeros to the tensors of `out` that have padding."""
+        """Fill tensors of `out` with zeros if they have padding, which nothing is copied to."""
         for place in self._of_out:
             if self.plan.moves[place].target_name in self.plan.padded:
                 self.target[place].zero_()
 
     def reserve(self, transport: Transport) -> bool:
-        """Allocate the first buffers of the transport; return True if it needs any."""
+        """Allocate the transport's first send and receive buffers; True if it needs any."""
         shards = self.source or self.target
         return transport.reserve(self._first_wave, next(iter(shards.values()), torch.empty(0)))
 
@@ -237,7 +237,7 @@ class DeviceShards:
         return sum(len(turns.get(first, ())) for turns in (sends, receives) if first), largest
 
     def stage(self, number: int) -> Stage:
-        """Return the device's part of a stage; stages after the first read the target."""
+        """Return what the device sends and receives in stage `number` of the plan."""
         streams = self.plan.stages[number].streams(self.device)
         name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
         return Stage(
@@ -267,7 +267,7 @@ class DeviceShards:
         return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
-        """Yield copies inside the device, then messages; without `most_bytes`, one wave of all."""
+        """Yield local copies, then messages in waves of `most_bytes`; one wave if that is None."""
         inside = [copy for copy in self.plan.own_copies if copy.receiver == self.device]
         own = {self.device: inside} if inside and not number else {}
         if most_bytes is None:

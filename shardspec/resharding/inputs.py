@@ -1,6 +1,6 @@
-"""Checks the state dicts that a plan reads and fills, and collects layouts from all ranks.
+"""Checks that the tensors given to a plan are those that it was made for, before data moves.
 
-Layouts, dtypes and memory may have changed since planning, so all are checked again.
+Layouts, dtypes and memory may have changed since planning, so all are checked again, on all ranks.
 """
 
 import pickle
@@ -44,7 +44,7 @@ _MAX_WORK: Final = 100_000
 
 
 class DeviceInputs(NamedTuple):
-    """The checked shards of one device."""
+    """The checked shards of one device: those to read, and those to fill."""
 
     source: Mapping[str, torch.Tensor]
     """Shards by the names of the source."""
@@ -53,7 +53,7 @@ class DeviceInputs(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """Facts about the state dict of a process, sent to the others before anything moves."""
+    """The checks of one rank, as sent to the others: its error, or facts that they compare."""
 
     failure: Failure | None
     """The error, if a check failed; the other fields are then empty."""
@@ -68,7 +68,7 @@ class Statement(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The checked shards of one process."""
+    """The checked shards of this process."""
 
     devices: Mapping[int, DeviceInputs]
     names: Sequence[str]
@@ -81,7 +81,7 @@ class Inputs(NamedTuple):
 def checked_inputs(
     plan: StateCopies, state: State, out: State | None, devices: Sequence[int], *, alone: bool
 ) -> Inputs:
-    """Return the shards in this process of some devices of a plan.
+    """Return the shards of `devices`, after checking that state dict and `out` fit the plan.
 
     With `alone`, the process has one device, and plain tensors count as its shards. Raises
     LayoutError if a tensor or value differs from the plan.
@@ -140,7 +140,7 @@ def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
 def _check_layouts(
     where: str, values: State, planned: Mapping[str, Layout], devices: Sequence[int]
 ) -> None:
-    """Raise LayoutError if a DTensor on these devices has another layout than in the plan."""
+    """Raise LayoutError if a DTensor no longer has the layout that it was planned with."""
     for name, layout in planned.items():
         value = values.get(name)
         if not isinstance(value, Layout | DTensor | TorchDTensor):
@@ -163,7 +163,7 @@ def _layout_text(layout: Layout) -> str:
 def shard_of(
     name: str, label: str, layout: Layout, device: int, values: State, *, alone: bool
 ) -> torch.Tensor:
-    """Return the shard of a tensor on a device; LayoutError if it differs from the plan."""
+    """Return a device's shard of a tensor; LayoutError if its shape or dtype is not as planned."""
     if name not in values:
         where = "the state dict" if label == repr(name) else "out"
         raise LayoutError(f"tensor {name!r} is missing from {where}")
@@ -219,7 +219,7 @@ def _shared(
     read: Mapping[int, Mapping[str, torch.Tensor]],
     filled: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names of `out` that are the same tensor; LayoutError for other overlaps."""
+    """Return pairs of names in `out` of one tensor; LayoutError if memory overlaps otherwise."""
     layouts = {move.target_name: move.target for move in plan.moves}
     shared: set[tuple[str, str]] = set()
     flat_read, flat_filled = (
@@ -248,7 +248,7 @@ def _shared(
 def unequal_pair(
     plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceInputs]
 ) -> tuple[str, str] | None:
-    """Return the first pair of names of the target whose sources differ on some devices.
+    """Return the first pair of tied target names that would get different values; else None.
 
     Sources are compared shard by shard, so those with other layouts differ.
     """
@@ -271,7 +271,7 @@ def unequal_pair(
 
 
 def check_equal(pair: tuple[str, str] | None) -> None:
-    """Raise LayoutError for two names of `out` that share a tensor, but get different values."""
+    """Raise LayoutError if there is a pair: one tensor of `out` would get two values."""
     if pair is not None:
         raise LayoutError(
             f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory, but differ in the source; give "
@@ -280,7 +280,7 @@ def check_equal(pair: tuple[str, str] | None) -> None:
 
 
 def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, object]:
-    """Return the plain values, which must be equal on all devices that have them.
+    """Return the plain values by name, after checking that all devices have equal ones.
 
     `pickled` maps each device to its values. Raises LayoutError if values differ, or if no device
     has one of them.
@@ -315,7 +315,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key, equal for tensors that are the same elements of the same memory."""
+    """Return a key of a tensor's memory: equal for two tensors with the very same elements."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -328,7 +328,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if all elements are in memory, not on the meta device or in a freed storage."""
+    """Return True if the elements are in memory; False for a meta tensor or a freed storage."""
     if not tensor.numel():
         return True
     if tensor.is_meta:
@@ -338,13 +338,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last one, gaps included."""
+    """Return the bytes from a tensor's first to its last element, with the gaps between."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as those of an expanded one do.
+    """Return True if elements of a tensor share memory: ``torch.ones(1).expand(3)`` does.
 
     Strides that slicing, stepping and permuting cannot produce count as overlapping.
     """
@@ -360,7 +360,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class Overlap(NamedTuple, Generic[K]):
-    """Two arrays that have a byte in common; at least one is written."""
+    """Two tensors that share memory, of which at least one is written."""
 
     written: K
     other: K
@@ -387,7 +387,7 @@ def _spans(tensors: Mapping[K, torch.Tensor], *, written: bool) -> Iterator[_Spa
 def memory_overlaps(
     read: Mapping[K, torch.Tensor], written: Mapping[K, torch.Tensor]
 ) -> Iterator[Overlap[K]]:
-    """Yield the pairs of tensors that overlap, except those that are both only read."""
+    """Yield pairs of tensors that share memory, unless both are only read."""
     reached, open_spans = 0, list[_Span[K]]()
     spans = [*_spans(read, written=False), *_spans(written, written=True)]
     for span in sorted(spans, key=itemgetter(0)):
@@ -405,7 +405,7 @@ def memory_overlaps(
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two arrays with overlapping spans have a byte in common."""
+    """Return True if two tensors, whose address ranges meet, have a byte in common."""
     if first.device != second.device:
         return False
     if first.is_contiguous() and second.is_contiguous():
@@ -418,7 +418,7 @@ def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class _Interface:
-    """Gives numpy the memory of a tensor, of any dtype."""
+    """The memory of a tensor in the form that numpy accepts, for any dtype."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         item = tensor.element_size()
@@ -432,7 +432,7 @@ class _Interface:
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
-    """Return an array over the memory of a tensor, which is only compared, never read."""
+    """Return a numpy view of a tensor's memory, to compare addresses; its values are not read."""
     return np.asarray(_Interface(tensor))
 
 
@@ -440,7 +440,7 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
 
 
 def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
-    """Return the layouts of the tensors that any rank of the job has; None for plain values.
+    """Return the layout of each tensor that any rank has, by name; None for plain values.
 
     All ranks call this; ranks without tensors pass ``{}``. Of copies on disjoint meshes, that of
     the lowest rank counts. Raises LayoutError on all ranks if two ranks lay out a tensor
@@ -474,7 +474,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
-    """Return the layouts of the tensors of this rank; None for plain values.
+    """Return the layout of each of this rank's tensors, by name; None for plain values.
 
     Plain tensors, such as buffers, are replicated over the mesh of the DTensors beside them.
     Raises LayoutError unless one of their meshes contains the others.
@@ -495,7 +495,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if the layouts of two ranks are of one tensor, or of copies on other devices."""
+    """Return True if two ranks' layouts of a name do not contradict: equal, or disjoint meshes."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

@@ -26,7 +26,7 @@ _Table: TypeAlias = Mapping[str, object]
 
 
 def read_map(text: str) -> dict[str, Any]:
-    """Return the fields of the `NameMap` that a text describes; LayoutError if it is no map."""
+    """Parse a TOML name map; return the fields of `NameMap`. LayoutError if it is not valid."""
     try:
         fields = parse_toml(text)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, o
 
 
 def _side(table: _Table, end: str) -> Side:
-    """Return one side of a table of a map: `end` is ``source`` or ``target``."""
+    """Return the ``source`` or ``target`` of a TOML table, as `end` says."""
     value = table.get(end)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -97,7 +97,7 @@ def check_pattern(name: str) -> None:
 
 
 def form_of(name: str) -> str:
-    """Return a name or pattern without its numbers and placeholders.
+    """Return a name or pattern without numbers and placeholders: equal for all layers.
 
     >>> form_of("layers.{i}.w") == form_of("layers.17.w")
     True
@@ -106,7 +106,7 @@ def form_of(name: str) -> str:
 
 
 def names_by_form(names: Iterable[str]) -> NamesByForm:
-    """Return names grouped by `form_of`."""
+    """Group names that differ only in numbers, such as those of all layers."""
     by_form = defaultdict(list)
     for name in names:
         by_form[form_of(name)].append(name)
@@ -114,7 +114,7 @@ def names_by_form(names: Iterable[str]) -> NamesByForm:
 
 
 def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
-    """Return, per name that a pattern matches, the numbers of its placeholders.
+    """Match a pattern with names; return matching name -> number of each placeholder.
 
     >>> bindings("a.{i}.b.{e}", names_by_form(["a.3.b.12", "a.03.b.1", "a.1.c.1"]))
     {'a.3.b.12': {'i': 3, 'e': 12}}
@@ -136,7 +136,7 @@ def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
 
 
 def filled(side: Side, binding: Mapping[str, int]) -> Side:
-    """Return a side with numbers for placeholders; LayoutError if one has no number."""
+    """Return a side with its placeholders replaced: layers.{i} with i = 3 is layers.3."""
     try:
         return tuple(
             [text % tuple([binding[name] for name in names]) for text, names in _formats(side)]
@@ -149,7 +149,7 @@ def filled(side: Side, binding: Mapping[str, int]) -> Side:
 
 @lru_cache(maxsize=4096)
 def _formats(side: Side) -> tuple[tuple[str, Sequence[str]], ...]:
-    """Return each text of a side as a format for ``%``, and its placeholders in order."""
+    """Return each text of a side as a ``%`` format, with its placeholders in order."""
     split = [_PLACEHOLDER.split(text.replace("%", "%%")) for text in side]
     return tuple(("%d".join(parts[::2]), parts[1::2]) for parts in split)
 
@@ -158,7 +158,7 @@ _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 
 
 def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
-    """Return the sizes that can be computed.
+    """Evaluate sizes such as "q + 2"; return those whose inputs are known.
 
     Raises LayoutError if an expression is invalid, too large, or refers to itself.
     """
@@ -181,7 +181,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
 
 
 def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
-    """Return the size to supply so that another can be computed.
+    """Return the missing size on which another one depends.
 
     >>> unknown_root("r", {"r": "q + 2", "q": "heads // groups", "heads": 8})
     'groups'
@@ -196,7 +196,7 @@ def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
 
 
 def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
-    """Return a text with abbreviated sizes replaced by their keys in `config.json`.
+    """Return a text, such as an error, with config keys for a map's abbreviated sizes.
 
     >>> in_words_of_config("'g' is 4 long", {"g": "num_key_value_heads"})
     "'num_key_value_heads' is 4 long"
@@ -215,13 +215,13 @@ def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
 
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with the keys of its `text_config` on the top level, where they win."""
+    """Return a config with the keys of its nested `text_config` moved to the top."""
     inner = config.get("text_config")
     return {**config, **(inner if isinstance(inner, Mapping) else {})}
 
 
 def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
-    """Return the integers of a config; those of its `text_config` win, and True counts as 1.
+    """Return the integers of a config by key; those of its `text_config` win, True is 1.
 
     >>> config_sizes({"model_type": "x", "text_config": {"hidden_size": 8}, "tie": False})
     {'tie': 0, 'hidden_size': 8}
@@ -231,7 +231,7 @@ def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...]) -> None:
-    """Raise LayoutError if the model type of a config is not one that a map accepts."""
+    """Raise LayoutError if the config's `model_type` is not among those accepted."""
     types = (part.get("model_type") for part in (config, text_config(config)))
     own_types = [model_type for model_type in types if isinstance(model_type, str)]
     if model_types and own_types and not set(own_types) & set(model_types):

@@ -1,7 +1,7 @@
-"""Name maps: the tensors of one model in terms of another's, as equations between views.
+"""Name maps: which tensors, or parts of tensors, of one model equal those of another.
 
-A map is read from TOML. Names may have placeholders for numbers, views are those of
-`shardspec.resharding.views`::
+A map is read from TOML. Names may have placeholders for numbers. A view such as "(g q d) c" names
+the factors of each dim (`shardspec.resharding.views`)::
 
     model_types = ["llama"]     # accepted model types; without this line, all
 
@@ -75,7 +75,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Equation(NamedTuple):
-    """Elements of a source tensor, and the equal elements of a target tensor."""
+    """States that elements of a source tensor equal elements of a target tensor."""
 
     source: str
     """Name in the source."""
@@ -141,7 +141,7 @@ class NameMap:
         return cls(**read_map(text))
 
     def reversed(self) -> "NameMap":
-        """Return the map from target to source, which drops the padding."""
+        """Return the map in the other direction, from target to source; padding is dropped."""
         rules = tuple((target, source) for source, target in self.rules)
         return replace(self, rules=rules, zeros=(), unused=self.zeros)
 
@@ -158,7 +158,7 @@ class NameMap:
 
 
 class Naming(ABC):
-    """Chooses the name maps for a source by the names and shapes in it; see `model_names`."""
+    """Picks the name maps for a source by its tensors' names and shapes; see `model_names`."""
 
     __slots__ = ()
 
@@ -194,7 +194,7 @@ Names: TypeAlias = NameMap | Mapping[str, str] | Naming
 def equations_of(
     map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]
 ) -> list[Equation]:
-    """Return the equations between the tensors of a source and a target.
+    """Return the equations that a map implies for tensors of these names and shapes.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def equations_of(
 
 
 def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding]]:
-    """Return, per rule, the numbers of placeholders in the source's names and row indices.
+    """Return for each rule the numbers of its placeholders: {"i": 0}, {"i": 1}, ... for layers.
 
     Raises
     ------
@@ -261,7 +261,7 @@ def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding
 def target_shapes(
     map_: NameMap, source: Mapping[str, Shape], *, without: Collection[str] = ()
 ) -> dict[str, Shape]:
-    """Return the names and shapes of the target that the views and sizes imply.
+    """Return the names and shapes that a map gives to the tensors of a source.
 
     Parameters
     ----------
@@ -310,12 +310,12 @@ def target_shapes(
 
 
 def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return the name and the view of each part of the target that is padding."""
+    """Return (name, view) of each part of the target that the map fills with zeros."""
     return _sides(map_, map_.zeros, target)
 
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-    """Return the name and the view of each part of the source that is dropped on purpose."""
+    """Return (name, view) of each part of the source that the map drops on purpose."""
     return _sides(map_, map_.unused, source)
 
 
@@ -334,7 +334,7 @@ def _sides(
 def _bindings(
     map_: NameMap, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
 ) -> dict[str, Binding]:
-    """Return, per name that a pattern matches, the numbers of its placeholders."""
+    """Match a pattern with names; return matching name -> number of each placeholder."""
     if "{" not in pattern:
         return {pattern: {}} if pattern in names else {}
     check_pattern(pattern)
@@ -369,7 +369,7 @@ def _view(
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
-    """Return the problem with some views in terms of a config's keys, or name a missing key."""
+    """Return an error text about views; it names the config's keys, or the missing one."""
     sizes = known_sizes(map_.sizes)
     words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
     unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)
@@ -390,7 +390,7 @@ def _bounded(count: int) -> None:
 
 
 def _stacked(ours: Side, theirs: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
-    """Return the numbers of the targets that are stacked in one source, such as experts.
+    """Return the range of a placeholder if one source stacks all targets, as experts are stacked.
 
     In ``source = ["experts", "e h c", "e[{e}]"]`` and ``target = "expert.{e}"``, the placeholder
     stands for each index of the factor `e`.
@@ -410,7 +410,7 @@ def _view_or_plain(side: Side, shape: Shape) -> Sequence[str]:
 
 
 def _implied(ours: Side, theirs: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
-    """Return the shape of a target whose view names factors of the source or known sizes."""
+    """Return a target's shape, from the factors that its view shares with the source's."""
     if not ours[1:] and not theirs[1:]:
         return source
     factors = factors_of(_view_or_plain(ours, source), source, sizes)[1]

@@ -1,4 +1,4 @@
-"""Reshard plans of state dicts in memory: from layouts, tensors, or rules on a mesh."""
+"""Plans and prices the copies that bring a state dict to other layouts: `ReshardPlan`."""
 
 import hashlib
 import sys
@@ -46,7 +46,7 @@ ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 
 
 class Executor(Protocol):
-    """Carries out a plan with more work than copies between devices; a plain value.
+    """Runs plans that do more than copy between devices, for example read a checkpoint.
 
     Its text names this work, as in "reads the checkpoint model".
     """
@@ -57,7 +57,7 @@ class Executor(Protocol):
         """Carry a plan out; see `ReshardPlan.run`."""
 
     def regions(self, plan: "ReshardPlan") -> Mapping[str, Sequence[FileRegion]]:
-        """Return the regions of files that contain each source tensor.
+        """Return, for each source tensor, the ranges of files that contain it.
 
         Raises LayoutError if the target is not a byte copy of them.
         """
@@ -125,13 +125,13 @@ class ReshardPlan:
 
     @cached_property
     def copies(self) -> StateCopies:
-        """Copies of boxes, by stage, sender and receiver."""
+        """Which box goes from which device to which, in stages."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
         return state_copies(*named, self._kinds, self.max_bytes, self.links)
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Ids of all devices, and numbers of the files of a checkpoint, ascending."""
+        """Ids of all devices, ascending; files of a checkpoint are numbered like devices."""
         return self.copies.devices
 
     @cached_property
@@ -152,7 +152,7 @@ class ReshardPlan:
 
     @property
     def bytes_between_hosts(self) -> int | None:
-        """Bytes that go from one host to another; None where one host has all devices."""
+        """Bytes that go from one host to another; None if all devices are on one host."""
         if self.copies.num_hosts == 1:
             return None
         crosses = self.copies.cluster.crosses
@@ -177,7 +177,7 @@ class ReshardPlan:
 
     @property
     def cost_seconds(self) -> float:
-        """Modeled seconds of the device that sends or receives longest.
+        """Modeled seconds until the last device has sent and received everything.
 
         Each stage costs its start, each message the latency of its link, and each byte the
         transfer cost of its link, inside a host or between hosts.
@@ -205,7 +205,7 @@ class ReshardPlan:
         return f"ReshardPlan({tensors} on {counted(len(self.copies.devices), 'device')})"
 
     def __str__(self) -> str:
-        """Return the plan as a table, and the work besides copies."""
+        """Return a table of bytes sent and received per device, and the plan's other work."""
         text = text_of(self, {})
         return text if self.executor is None else f"{text}\n{self.executor}"
 
@@ -291,7 +291,7 @@ class ReshardPlan:
         """Return the copies that a device receives or sends, as an array of strided copies.
 
         Another library can move the bytes by these rows. The `page on transfers <transfers.md>`_
-        explains the fields and has a player. Rows are valid for plans of one `digest`.
+        explains the fields and has an example. Rows are valid for plans with the same `digest`.
 
         Parameters
         ----------
@@ -365,7 +365,7 @@ def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
 
 
 def _facts(layout: Layout) -> tuple[object, ...]:
-    """Return the properties of a layout on which plans depend."""
+    """Return everything on which plans depend in a layout: mesh, links, spec, shape and dtype."""
     stored = layout.stored if isinstance(layout, StoredLayout) else ()
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
@@ -382,7 +382,7 @@ def plan_state(
     dropped: Mapping[str, Shape] | None = None,
     links: Links | None = None,
 ) -> ReshardPlan:
-    """Plan the conversion of a state dict, or of layouts by name; see `plan_reshard`.
+    """Plan the copies from a state dict, or layouts by name, to a target; see `plan_reshard`.
 
     `dropped` are tensors that an earlier map has dropped.
     """
@@ -510,7 +510,7 @@ def _layouts_of_flat(flat: Mapping[str, object]) -> dict[str, Layout]:
 
 
 def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict; in a job, return the layouts from all ranks instead.
+    """Return the layouts that all ranks of the job have together; without a job, the state dict.
 
     A state dict with a `Layout` is returned as it is. Otherwise all ranks of the job call this.
     """
@@ -526,7 +526,7 @@ def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of every tensor and value."""
+    """Return old to new name of every tensor and value; others keep their name."""
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
     first: dict[str, str] = {}
@@ -542,7 +542,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 def _targets(
     target: ReshardTarget, outlines: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    """Return the layouts of the target; rules apply to `outlines`: name to shape and dtype."""
+    """Return the target's layouts; `outlines` (name to shape and dtype) are what rules apply to."""
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
@@ -563,7 +563,7 @@ def _mapped(
     dtype: object,
     dropped: Mapping[str, Shape],
 ) -> tuple[list[TensorMove], set[str]]:
-    """Return the moves under some maps in turn, and the tensors of the target with padding."""
+    """Return the moves from source to target under the maps in turn, and the names with padding."""
     shapes = {**dropped, **{name: layout.global_shape for name, layout in before.items()}}
     equations: list[Equation] | None = None
     padded: set[str] = set()
@@ -588,7 +588,7 @@ def _mapped(
 
 
 def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> list[Equation]:
-    """Return the equations of two maps applied one after the other."""
+    """Return the equations from a source to the result of a second map; None means no first map."""
     if first is None:
         return list(second)
     written: dict[str, list[Equation]] = {}
@@ -608,7 +608,7 @@ def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> li
 
 
 def check_move(move: TensorMove) -> None:
-    """Raise LayoutError if shapes or dtypes do not fit, or if a reduction is pending."""
+    """Raise LayoutError if a tensor's two shapes or dtypes differ too much, or a sum is pending."""
     name, before, after = move.source_name, move.source, move.target
     if move.view is None and before.global_shape != after.global_shape:
         raise LayoutError(

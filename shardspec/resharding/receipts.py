@@ -1,4 +1,4 @@
-"""Receipts of a sync: digests of what arrived, compared on all ranks with those of the source.
+"""Proves that a sync of weights arrived: digests of the target, compared with those of the source.
 
 Every device digests its shards of the target, and its shards of the source after renaming, casting
 and padding. Digests of boxes add up to digests of tensors, so the route of a box does not matter.
@@ -54,7 +54,7 @@ class Receipt:
     """Digests of the tensors of the target, by name."""
 
     def require(self, version: int) -> None:
-        """Raise CommunicatorError unless this is the receipt of a version."""
+        """Raise CommunicatorError if the receipt is of another version."""
         if self.version != version:
             raise CommunicatorError(
                 f"version {self.version} has arrived here, not {version}; sync again before "
@@ -63,7 +63,7 @@ class Receipt:
 
 
 class OfDevice(Protocol):
-    """The shards of one device, by index in `plan.moves`."""
+    """The shards of one device before and after; `plan.moves` numbers the tensors."""
 
     device: int
     source: dict[int, torch.Tensor]
@@ -71,7 +71,7 @@ class OfDevice(Protocol):
 
 
 class _Boxes(NamedTuple):
-    """Digests of the boxes of one device, by index or name of the tensor, and by box."""
+    """Digests of one device's shards, by index or name of the tensor, and by box."""
 
     source: dict[tuple[int, Box], TensorDigest]
     target: dict[tuple[str, Box], TensorDigest]
@@ -82,7 +82,7 @@ class _Boxes(NamedTuple):
 def receipt_of(
     plan: StateCopies, shards: Mapping[int, OfDevice], gather: Gather, version: int | None
 ) -> Receipt:
-    """Compare the digests of source and target; return the receipt. All processes call this.
+    """Compare the digests of what was sent and what arrived; return the receipt. All ranks call it.
 
     Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
     replicas differ.
@@ -161,7 +161,7 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
 def _as_target(
     move: TensorMove, shard: torch.Tensor, box: Box, device: int
 ) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield the elements of a source box, cast to the target's dtype, with their target boxes."""
+    """Yield the parts of a source shard as they should arrive: cast, with their target boxes."""
     view = move.view or identity_view(move.source.global_shape)
     casts = move.source.dtype != move.target.dtype
     strides = tuple(shard.stride())
@@ -178,7 +178,7 @@ def _as_target(
 
 
 def _equal_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return values with the same bits in every NaN: a cast may give several."""
+    """Return values with one bit pattern for all NaNs: devices cast NaNs differently."""
     return torch.where(values.isnan(), values.new_full((), nan), values)
 
 

@@ -1,7 +1,7 @@
-"""Exports a reshard plan as rows, each a strided copy between two flat shards.
+"""Exports a plan as an array of copies, so that another library can move the bytes.
 
-Other programs can carry out rows: `docs/transfers.md` explains the fields, and has a program of
-forty lines that does so.
+A row says: copy `count` runs of `run_bytes` bytes from an offset in the sender's shard to one in
+the receiver's. `docs/transfers.md` explains the fields; its program of 40 lines carries rows out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class FileRegion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Position and strides of a box, in bytes from the start of a shard or file."""
+    """Offset and strides of a box, in bytes from the start of a shard or file."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,7 +79,7 @@ def transfer_rows(
 ) -> Rows:
     """Return the rows that a device receives or sends; see `ReshardPlan.transfers`.
 
-    `files` has, by name, the place of each tensor whose source is a checkpoint.
+    For a plan from a checkpoint, `files` has the file regions of each source tensor by name.
     """
     _check(plan, device, end)
     places = _Places(plan, strides or {}, files or {})
@@ -113,7 +113,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
 
 
 def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Copy]]:
-    """Yield (stage, copy): copies inside the device, then by stage, sender and receiver."""
+    """Yield (stage, copy) that the device receives or sends; copies to itself come first."""
     yield from ((0, copy) for copy in plan.own_copies if copy.receiver == device)
     for number, stage in enumerate(plan.stages):
         for (sender, receiver), copies in sorted(stage.streams(device).items()):
@@ -122,7 +122,7 @@ def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Cop
 
 
 class _Places:
-    """Finds the positions of boxes in shards, with declared or row-major strides, and in files."""
+    """Finds the byte offset of a box in a shard or a file; shards may have declared strides."""
 
     def __init__(
         self, plan: StateCopies, declared: Declared, files: Mapping[str, Sequence[FileRegion]]
@@ -144,7 +144,7 @@ class _Places:
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield (place at the sender, place at the receiver, tensors with both places) of a box."""
+        """Yield ((part at the sender, at the receiver), tensors for which these are right)."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
@@ -192,7 +192,7 @@ def _name(move: TensorMove, side: str) -> str:
 
 @lru_cache(maxsize=4096)
 def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
-    """Return the row-major strides of a shard in bytes.
+    """Return the strides in bytes of a device's shard, if it is row-major and contiguous.
 
     >>> from shardspec import DeviceMesh
     >>> row_major_steps(Layout(DeviceMesh(range(2)), "[R,S0]", (4, 6), "float32"), 0)
@@ -206,7 +206,7 @@ def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
 
 
 def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple[int, ...]:
-    """Return declared strides, if elements of the shard do not overlap under them."""
+    """Return the strides declared for a device's shard; LayoutError if elements would overlap."""
     declared = strides.get(device) if isinstance(strides, Mapping) else strides
     if declared is None:
         raise LayoutError(
@@ -231,7 +231,7 @@ def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple
 
 
 def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
-    """Return the `ROW` entries that copy a box.
+    """Return the rows that copy a box between two parts; elements have `width` bytes.
 
     Bytes that are contiguous at both ends are a run. A row repeats its run along the longest other
     dim, and each index of the remaining dims has a row.

@@ -1,4 +1,4 @@
-"""Finds the copies of a reshard plan: senders, receivers, stages and messages.
+"""Decides which device sends which box to which device, when, and in which messages.
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
 Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
@@ -52,7 +52,7 @@ _FEW_COPIES: Final = 2000
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """The boxes of a tensor in the files of a checkpoint; files are numbered like devices."""
+    """Which boxes of a tensor each file of a checkpoint has; files are numbered like devices."""
 
     stored: tuple[tuple[int, tuple[Box, ...]], ...]
     """(file number, boxes) of each file."""
@@ -82,7 +82,7 @@ class StoredLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """One tensor of a state dict: its name and layout before and after."""
+    """One tensor that a plan converts: its name and layout before and after."""
 
     source_name: str
     target_name: str
@@ -93,7 +93,7 @@ class TensorMove:
 
     @property
     def wire_dtype(self) -> str:
-        """Dtype in which elements travel: the smaller of the two; the target's if both are equal.
+        """Dtype in which elements travel: the shorter one, or the target's if both are as long.
 
         So a cast to fewer bytes is done by the sender, and one to more bytes by the receiver.
         """
@@ -105,7 +105,7 @@ MoveKind: TypeAlias = tuple[Layout, Layout, View | None]
 
 
 def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
-    """Return the indices of moves, grouped by layouts and view."""
+    """Group moves with the same layouts and view, which travel together; return their indices."""
     kinds: dict[MoveKind, list[int]] = {}
     for place, move in enumerate(moves):
         kinds.setdefault((move.source, move.target, move.view), []).append(place)
@@ -113,24 +113,24 @@ def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
 
 
 def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
-    """Return the meshes of sources and targets: of devices, or with `stored`, of numbered files."""
+    """Return all meshes of devices in the moves; with `stored`, those that number files."""
     layouts = {layout for move in moves for layout in (move.source, move.target)}
     return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
 
 
 def files_of(moves: Iterable[TensorMove]) -> frozenset[int]:
-    """Return the ids that number the files of a checkpoint."""
+    """Return the ids that stand for files of a checkpoint instead of devices."""
     return frozenset(number for mesh in meshes_of(moves, stored=True) for number in mesh.ids)
 
 
 def cluster_of_moves(moves: Iterable[TensorMove], links: Links | None) -> Cluster:
-    """Return the links between the devices; LayoutError if `links` do not fit the meshes."""
+    """Return the links between all devices; LayoutError if `links` do not fit the meshes."""
     return cluster_of(sorted(meshes_of(moves), key=lambda mesh: (mesh.ids, mesh.shape)), links)
 
 
 @dataclass(frozen=True, eq=False)
 class StateCopies:
-    """The copies that carry out a plan, as data: inside devices, and between them in stages."""
+    """All copies of a plan, as data: those within devices, and in stages those between devices."""
 
     moves: tuple[TensorMove, ...]
     values: tuple[tuple[str, str], ...]
@@ -165,7 +165,7 @@ class StateCopies:
         return _seconds(self.stages, self.devices, self.files, self.cluster)
 
     def schedule(self, device: int) -> "Schedule":
-        """Return the messages of a device."""
+        """Return the messages that a device sends and receives, in order."""
         if device not in self._schedules:
             self._schedules[device] = _schedule(
                 self.stages, self.devices, device, self.bucket_bytes
@@ -183,7 +183,7 @@ def state_copies(
     max_bytes: int,
     links: Links | None,
 ) -> StateCopies:
-    """Return the copies that carry out a plan.
+    """Choose senders and stages for all moves; return the copies.
 
     Raises LayoutError if `max_bytes` is too small for messages with all peers at once.
     """
@@ -219,7 +219,7 @@ def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> i
 def _seconds(
     stages: Iterable["PlanStage"], devices: Sequence[int], files: Set[int], cluster: Cluster
 ) -> float:
-    """Return the modeled seconds of stages one after the other."""
+    """Return the modeled seconds of stages that run one after the other."""
     one = cluster.far if len(set(map(cluster.host, devices))) > 1 else cluster.near
     link = (lambda _a, _b: one) if files else cluster.link
     moving = (stage for stage in stages if stage.traffic)
@@ -227,7 +227,7 @@ def _seconds(
 
 
 def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]) -> Iterator[Copy]:
-    """Yield the copies that devices need; a device with the box copies it from itself."""
+    """Yield a copy for each box that a device needs, from the devices that have it."""
     # Experts of a layer have equal boxes on different devices.
     holders = lru_cache(64)(_holders)
     overlapping = lru_cache(16)(lambda have, want: list(overlaps(have, want)))
@@ -240,7 +240,7 @@ def _needed(moves: Sequence[TensorMove], kinds: Mapping[MoveKind, Sequence[int]]
 
 
 def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> None:
-    """Log the time and memory of planning if there are many copies."""
+    """Log the expected time and memory of planning if it has millions of copies."""
     receiving = [box for box, receivers in want.items() for _ in receivers]
     if len(have) * len(receiving) <= _MANY_COPIES:
         return
@@ -256,14 +256,14 @@ def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> N
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
-    """Return the devices that have each nonempty box of a view; boxes are disjoint."""
+    """Return nonempty box -> devices that have it, in the indices of a view of the tensor."""
     boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
 
 @lru_cache(maxsize=1024)
 def holders_of(layout: Layout) -> dict[Box, Holders]:
-    """Return the nonempty boxes of a layout, with their holders.
+    """Return nonempty box -> devices that have it.
 
     >>> holders_of(Layout(DeviceMesh(range(4), (2, 2)), "[S0]", (6,), "float32"))
     {((0, 3),): (0, 1), ((3, 6),): (2, 3)}
@@ -276,7 +276,7 @@ def holders_of(layout: Layout) -> dict[Box, Holders]:
 
 
 def boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the nonempty boxes of a device; boxes of two devices are equal or disjoint."""
+    """Return the nonempty boxes of a device; another device has the same box, or a disjoint one."""
     if layout.spec.is_plain:
         boxes = layout.local_boxes(device)
     else:  # parts are intersected one by one: a replicated part may join the one before it
@@ -287,7 +287,7 @@ def boxes_of(layout: Layout, device: int) -> list[Box]:
 def _divided(
     senders: Senders, copy: Copy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
-    """Return the indices of the tensors whose box a holder sends, by (holder, box)."""
+    """Share a copy among its holders; return (holder, its part of the box) -> tensor indices."""
     size = copy.num_bytes // len(copy.places)
     stretches = senders.stretches(holders, start, copy.num_bytes)
     if len(stretches) == 1:
@@ -308,7 +308,7 @@ def _divided(
 
 
 class PlanStage:
-    """Independent copies; a stage starts when the one before has ended.
+    """Copies that may happen at the same time; a stage starts when the one before has ended.
 
     Within each group of copies, the busiest sender sends as little as possible.
     """
@@ -319,17 +319,17 @@ class PlanStage:
 
     @cached_property
     def senders(self) -> list[Senders]:
-        """The senders of each group of replicas."""
+        """The chosen senders, for each group of copies with the same holders."""
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
-        """Yield (copy, senders of the copy's group, offset of the copy in the holders' bytes)."""
+        """Yield (copy, senders of its group, offset of the copy in the bytes of that group)."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Bytes by sender and receiver; shares of replicas are exact up to one row."""
+        """Bytes by (sender, receiver); where replicas share the sending, exact up to one row."""
         traffic: Counter[tuple[int, int]] = Counter()
         for copies, senders in zip(self.groups, self.senders, strict=True):
             spans = zip(copies, senders.starts, senders.sizes, strict=True)
@@ -348,7 +348,7 @@ class PlanStage:
         return max(peers.values(), default=0)
 
     def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
-        """Return the modeled seconds of the device or port that sends or receives longest.
+        """Return the modeled seconds of the device or network port that is busy longest.
 
         `link` returns the seconds of a message and of a byte between two devices.
         """
@@ -356,7 +356,7 @@ class PlanStage:
         return busiest_seconds(messages, link, cluster, files)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[Copy]]:
-        """Return the copies that a device sends or receives, by (sender, receiver)."""
+        """Return the copies that a device takes part in, by (sender, receiver)."""
         if device not in self._streams:
             streams: dict[tuple[int, int], list[Copy]] = {}
             for copy, senders, start in self._copies():
@@ -371,7 +371,7 @@ class PlanStage:
 
 
 class Far(NamedTuple):
-    """One box that some hosts lack."""
+    """A box that some hosts need and do not have."""
 
     copy: Copy
     """The copy of the box to one of its receivers."""
@@ -384,7 +384,7 @@ class Far(NamedTuple):
 def _cheapest_stages(
     direct: PlanStage, cluster: Cluster, width_of: Callable[[int], int]
 ) -> tuple[PlanStage, ...]:
-    """Return the stages that carry out the copies of one stage in the least time."""
+    """Return one stage, or several with copies inside hosts: whichever takes less time."""
 
     def price(stages: Iterable[PlanStage]) -> float:
         return _seconds(stages, (), frozenset(), cluster)
@@ -413,7 +413,7 @@ def _cheapest_stages(
 
 
 def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], list[Far]]:
-    """Return the copies inside hosts that have the box, and the boxes that other hosts lack."""
+    """Split copies: into those that stay inside a host, and boxes that must enter a host."""
     by_host = cache(cluster.by_host)
     near: list[Copy] = []
     far: list[Far] = []
@@ -434,7 +434,7 @@ def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], 
 def _merged(
     near: Iterable[Copy], far: Iterable[Far], width_of: Callable[[int], int]
 ) -> tuple[list[Copy], list[Far]]:
-    """Return one copy for all boxes of the same holders and receivers, to price them together."""
+    """Join copies with the same holders and receivers to one of the same size, to price faster."""
     inside: Counter[tuple[Holders, int]] = Counter()
     for copy in near:
         inside[copy.holders, copy.receiver] += copy.num_bytes
@@ -453,7 +453,7 @@ def _merged(
 
 
 def _least_seconds(far: Iterable[Far], cluster: Cluster) -> float:
-    """Return a lower bound of the seconds until each host has received its missing bytes."""
+    """Return the seconds that hosts need at least, just to receive their missing bytes."""
     received = defaultdict[object, float](float)
     for item in far:
         for host, ids in item.receivers.items():
@@ -470,7 +470,7 @@ def in_stages(
     passed_on: bool,
     from_one_host: bool,
 ) -> tuple[PlanStage, ...]:
-    """Return copies in stages, so that each byte enters a host once.
+    """Return the copies in stages such that each byte enters a host once.
 
     A host whose own devices have a box copies it inside. Devices of a host that need the same box
     each receive a part of it, and pass the part on inside. If `passed_on`, boxes that
@@ -518,9 +518,9 @@ def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
 def _shared(
     items: Sequence[tuple[Copy, Holders]], loads: Iterable[tuple[Holders, int]] = ()
 ) -> Iterator[list[tuple[Copy, int]]]:
-    """Yield the parts of each copy, each with the host or device that gets it, in even shares.
+    """Divide copies among the hosts or devices listed with each; yield (part, who gets it) lists.
 
-    `loads` are bytes that these hosts or devices have already.
+    The shares are even, counting `loads`: bytes that hosts or devices have already.
     """
     fixed = list(loads)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
@@ -564,7 +564,7 @@ def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
 
 
 def _from_one_host(far: Sequence[Far], cluster: Cluster) -> Iterator[Far]:
-    """Yield parts of boxes, each sent by one host, so that the busiest host sends least."""
+    """Yield parts of boxes, each with one sending host, so that the busiest host sends least."""
     items = [(item.copy, tuple(sorted(cluster.by_host(item.copy.holders)))) for item in far]
     times = [1 if item.center is not None else len(item.receivers) for item in far]
     relayed = [
@@ -591,9 +591,9 @@ Turn: TypeAlias = tuple[int, int, int]
 
 
 class Schedule(NamedTuple):
-    """The messages of one device, in waves: at most one to and one from each of some peers.
+    """The messages of one device by turn: at most one to and one from each of some peers per turn.
 
-    All devices process waves in ascending order, which prevents deadlock.
+    All devices process turns in ascending order, which prevents deadlock.
     """
 
     sends: dict[Turn, dict[int, Message]]
@@ -607,7 +607,7 @@ class Schedule(NamedTuple):
 def _schedule(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
-    """Return the messages of a device; sender and receiver of a message make the same message."""
+    """Return the messages of a device; its peers divide the same copies in the same way."""
     at = {each: place for place, each in enumerate(devices)}
     sends: dict[Turn, dict[int, Message]] = {}
     receives: dict[Turn, dict[int, Message]] = {}
@@ -623,7 +623,7 @@ def _schedule(
 
 
 def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
-    """Divide the copies from one device to another into messages of bounded size."""
+    """Yield messages of at most `most_bytes` with all copies from one device to another."""
     message: list[Copy] = []
     end = 0
     for copy in copies:
@@ -652,7 +652,7 @@ def region_of(
     *,
     of_source: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the shape, strides and offset of a box in a shard, in the unit of `strides`."""
+    """Return shape, strides and offset of a box in a device's shard, in the unit of `strides`."""
     view = view or identity_view(layout.global_shape)
     side = view.source if of_source else view.target
     corner = [lo for lo, _ in box]

@@ -1,4 +1,4 @@
-"""Flattens state dicts: dotted names, plain values, and the layouts of tensors.
+"""Flattens nested state dicts to dotted names, and compares their plain values.
 
 A name is the keys that lead to a value, joined by dots: ``{"a": {"b": 1}}`` has the name ``a.b``.
 Mappings are always flattened, lists and tuples only if they contain tensors or mappings.
@@ -27,7 +27,7 @@ class Place(tuple[int]):
 
 
 def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield every value that is not flattened further, and the keys that lead to it.
+    """Yield (keys, value) for every tensor and value of a nested state dict.
 
     >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
     [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
@@ -46,7 +46,7 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
-    """Return True if a list contains a tensor or a mapping, at any depth."""
+    """Return True if a list is to be flattened: it contains a tensor or a mapping."""
     return depth <= MAX_DEPTH and any(
         _holds_more(item, depth + 1)
         if isinstance(item, list | tuple)
@@ -56,7 +56,7 @@ def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Return True for a tensor of any kind, and for the layout of one."""
+    """Return True for a tensor of torch or shardspec, and for a Layout in its place."""
     if isinstance(value, Layout):
         return True
     if "torch" not in sys.modules:  # then nobody has made one
@@ -85,7 +85,7 @@ def keys_text(path: Sequence[object]) -> str:
 
 
 def named_leaves(state: Mapping[str, object]) -> Iterator[tuple[str, KeyPath, object]]:
-    """Yield every value of a nested state dict: its name, the keys that lead to it, and the value.
+    """Yield (dotted name, keys, value) for every tensor and value of a nested state dict.
 
     Raises LayoutError if two values get one name.
     """
@@ -112,7 +112,7 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def plain_key(value: object) -> Hashable:
-    """Return a key for comparison: plain values with equal keys are equal, and vice versa.
+    """Return a key that is equal for equal plain values, to compare the values of two ranks.
 
     Equal values have one type; NaN equals NaN, and -0.0 differs from 0.0. The order of keys and of
     sets does not count. Raises TypeError for anything but numbers, texts, bytes, None, members of
@@ -151,7 +151,7 @@ def plain_key(value: object) -> Hashable:
 
 
 def is_plain(value: object) -> bool:
-    """Return True for a plain value, one for which `plain_key` returns a key.
+    """Return True for numbers, texts, bytes, None, and lists and dicts of these.
 
     >>> is_plain([{"lr": 0.1, "betas": (0.9, 0.99)}]), is_plain([object()])
     (True, False)
@@ -164,7 +164,7 @@ def is_plain(value: object) -> bool:
 
 
 def stated_layout(name: str, value: object) -> Layout | None:
-    """Return the layout of a Layout or a DTensor of shardspec or torch; None for other values.
+    """Return the layout of a DTensor, or the Layout itself; None for any other value.
 
     Raises LayoutError if a spec cannot express torch's placements.
     """

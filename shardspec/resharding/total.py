@@ -1,4 +1,4 @@
-"""Proves that a name map writes every element of a target once, and loses none of a source.
+"""Checks that a name map writes every element of a target exactly once, and loses none of a source.
 
 Every tensor that the map names must exist. A placeholder ``{i}`` counts from 0 to the largest
 number in the source, or to the size ``{i}``. Then each element must be in exactly one equation.
@@ -56,7 +56,7 @@ class MapReport:
         return not (self.problems or self.unused)
 
     def require_total(self) -> None:
-        """Raise LayoutError, which names the first problems, unless the report has none."""
+        """Raise LayoutError with the first problems, if the map has any."""
         faults = []
         if self.problems:
             rest = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -78,7 +78,7 @@ def check_map(
     *,
     drop: str | Sequence[str] = (),
 ) -> MapReport:
-    r"""Prove that a map writes every element of the target exactly once, and loses nothing.
+    r"""Report the elements that a map does not write exactly once, and those that it loses.
 
     Every tensor that the map names must exist, and the map must name every tensor. An equation
     covers a product of sets of indices, one per dim; the proof compares these sets and shares no
@@ -100,7 +100,7 @@ def check_map(
 
     Examples
     --------
-    >>> map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = ["b", "x", "x[:2]"]')
+    >>> map_ = NameMap.parse('[[map]]\\nsource = "a"\\ntarget = ["b", "x", "x[:2]"]')
     >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
     ("'b': nothing is written at index (2,)",)
     """
@@ -134,7 +134,7 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
 
 
 class Mapped(NamedTuple):
-    """Result of applying a map."""
+    """Names and shapes of the tensors that a map makes."""
 
     shapes: dict[str, Shape]
     """Target shapes by name."""
@@ -144,7 +144,7 @@ class Mapped(NamedTuple):
 
 
 def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
-    """Return the result of a map for a source, without the tensors that are dropped."""
+    """Return the target's names and shapes for a source whose `dropped` tensors are ignored."""
     every = target_shapes(map_, source)
     shapes = target_shapes(map_, source, without=dropped.keys()) if dropped else every
     behind = {name: shape for name, shape in every.items() if name not in shapes}
@@ -157,7 +157,7 @@ def report_of(
     target: Mapping[str, Shape],
     dropped: Mapping[str, Shape],
 ) -> MapReport:
-    """Check a map; `source` includes the dropped tensors."""
+    """Check a map as `check_map` does; `source` also contains the `dropped` tensors."""
     bindings = bindings_of(map_, source)
     sought = [
         _Sought(side, place in map_.optional, bound)
@@ -190,7 +190,7 @@ def report_of(
 
 
 class Faults(NamedTuple):
-    """The first indices, in row-major order, that are not covered exactly once."""
+    """First index that is written twice, and first that is not written, in row-major order."""
 
     overlap: Index | None
     """Index that several views cover."""
@@ -199,7 +199,7 @@ class Faults(NamedTuple):
 
 
 def covers(side: TensorView, index: Index) -> bool:
-    """Return True if a view covers an index."""
+    """Return True if a view contains the element at an index."""
     for at, factors in zip(index, side.dims, strict=True):
         for factor in reversed(factors):
             at, place = divmod(at, factor.size)
@@ -210,7 +210,7 @@ def covers(side: TensorView, index: Index) -> bool:
 
 @lru_cache(4096)  # layers are alike
 def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults:
-    """Return the first index that several views cover, and the first that none covers.
+    """Return the first index in several of the views of a tensor, and the first in none.
 
     Each dim is cut wherever an interval of a view begins or ends. Every view then covers a cell
     fully or not at all, so one count per cell is enough.
@@ -251,14 +251,14 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
 
 
 def _distinct(numbers: _Ints) -> _Ints:
-    """Return the distinct numbers, ascending; they come in long sorted runs."""
+    """Return the distinct numbers in ascending order; fast for long sorted runs."""
     numbers = np.sort(numbers, kind="stable")
     distinct: _Ints = numbers[np.concatenate([[True], numbers[1:] != numbers[:-1]])]
     return distinct
 
 
 def _intervals(factors: Sequence[Factor]) -> _Ints:
-    """Return the starts and the ends of the intervals of a dim that a view covers, ascending."""
+    """Return where the intervals of a dim that a view covers start and end, ascending."""
     starts, stops, width = np.array([0]), np.array([1]), 1
     for factor in reversed(factors):
         first = factor.start * width
@@ -278,7 +278,7 @@ def _intervals(factors: Sequence[Factor]) -> _Ints:
 
 
 class _Sought(NamedTuple):
-    """A rule, and the numbers of the tensors that it matches in the source."""
+    """A rule of a map, and the source tensors that its pattern matches, as placeholder numbers."""
 
     side: Side
     """Source side of the rule."""
@@ -293,7 +293,7 @@ def _missing(
     sizes: Mapping[str, int | str],
     numbers: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[str]:
-    """Yield the missing and the surplus tensors, a line per rule.
+    """Yield a line for each rule that lacks a tensor, as "layers.3.w", or has one too many.
 
     Parameters
     ----------
@@ -330,7 +330,7 @@ def _missing(
 
 
 def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Binding | None:
-    """Return the first binding without a tensor in the source; None if there is none."""
+    """Return the first placeholder numbers that have no tensor; None if all have one."""
     names = sorted(rule.bindings[0] if rule.bindings else placeholders(rule.side[0]))
     ranges = [every.get(name, range(1)) for name in names]
     if len(rule.bindings) == prod(map(len, ranges)):

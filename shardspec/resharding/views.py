@@ -1,9 +1,9 @@
-"""Views: equal elements of two tensors, by factored and permuted dims.
+"""Views such as ``"(g q d) c"``, which say which elements of two reshaped tensors are equal.
 
-``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and
-a view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the
-source equals the element at these indices of the target. Equations express fusing, splitting,
-stacking, transposing and padding.
+This one reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and a view
+of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the source
+equals the element at these indices of the target. Equations express fusing, splitting, stacking,
+transposing and padding.
 
 An index of a dim is a weighted sum of indices of the view. So a box of a tensor is a few boxes of
 the view, and a box of the view is a strided part of a tensor.
@@ -30,7 +30,7 @@ MOST_PIECES: Final = 2**20
 
 
 class Factor(NamedTuple):
-    """One factor of a dim."""
+    """One factor of a dim: `g` in "(g q) c", or a slice of it."""
 
     axis: int
     """Axis of the view."""
@@ -43,7 +43,7 @@ class Factor(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """One side of an equation: per dim of the tensor its factors, the major one first."""
+    """The factors of each dim of a tensor, major first: one side of an equation."""
 
     dims: tuple[tuple[Factor, ...], ...]
 
@@ -72,7 +72,7 @@ class TensorView(NamedTuple):
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
     ) -> tuple[tuple[int, ...], int]:
-        """Return the strides along the axes of the view, and the offset of its element at `corner`.
+        """Return a shard's strides along the axes of the view, and the offset of element `corner`.
 
         `strides` are steps in the memory of a shard, `intervals` its indices along each dim.
         """
@@ -89,14 +89,14 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes, one interval per factor, that an interval of a dim covers in the view."""
+    """Return the boxes of factors that indices lo to hi of a dim are: 2:8 of (2, 4) has two."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
 
 
 class View(NamedTuple):
-    """An equation: elements of a source, and the equal elements of a target."""
+    """An equation between two tensors: elements with the same index in the view are equal."""
 
     shape: tuple[int, ...]
     """Sizes of the axes of the view."""
@@ -127,7 +127,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def parse_view(text: str) -> Dims:
-    """Return the names of the factors per dim; SpecSyntaxError shows where the text is wrong.
+    """Split a view into the names of factors per dim; SpecSyntaxError shows a mistake's place.
 
     >>> parse_view("(g q d) c")
     (('g', 'q', 'd'), ('c',))
@@ -150,7 +150,7 @@ def parse_view(text: str) -> Dims:
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """Return the value of a sum, difference or product of whole numbers and named sizes.
+    """Compute an expression of whole numbers and named sizes; it may use +, -, * and //.
 
     >>> evaluate("2 * q + 1", {"q": 3})
     7
@@ -255,7 +255,7 @@ def views_of(
     target_shape: Sequence[int],
     sizes: Mapping[str, int],
 ) -> View:
-    """Return the equation between two views, each followed by slices of its factors.
+    """Return the equation of two views, each a text and perhaps slices: ``["(g r) c", "r[:2]"]``.
 
     Factors of the same name are equated; the others are equated in order, if they are equally long.
     Factors of size 1 need no counterpart. Raises SpecSyntaxError if a view does not fit its
@@ -297,7 +297,7 @@ def views_of(
 
 
 def composed(first: View, second: View) -> View | None:
-    """Return the equation that applies `first`, then `second`; None if no equation does.
+    """Return the equation from the source of `first` to the target of `second`; None if none fits.
 
     >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
     >>> composed(halves, identity_view((2,))) == halves
@@ -325,7 +325,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Return `outer` with each axis of `between` replaced by the factors of `inner`, or None."""
+    """Return `outer`, its axes replaced by the factors that `inner` has there; None if none fit."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:
@@ -362,7 +362,7 @@ def parts_of_view(
 def _runs(
     factors: Sequence[Factor], box: Box, steps: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return the intervals of one dim: first index, length, step, and bytes before the first."""
+    """Return (first index, length, step, bytes before) of the intervals of one dim."""
     runs, weight = [(0, 1, 0, 0)], 1
     for factor in reversed(factors):
         (lo, hi), step = box[factor.axis], steps[factor.axis]
@@ -383,7 +383,7 @@ def _runs(
 
 
 def bounded(count: int) -> None:
-    """Raise LayoutError if a map splits a tensor into too many pieces."""
+    """Raise LayoutError for more than 2^20 pieces of one tensor."""
     if count > MOST_PIECES:
         raise LayoutError(
             f"the map splits a tensor into more than {MOST_PIECES:,} pieces; permute fewer factors "

@@ -283,8 +283,8 @@ class DTensor(Differentiable):
         if operation is torch.ops.aten._local_scalar_dense.default:  # a number, as for torch.full
             return args[0].item()
         raise LayoutError(
-            f"torch runs {operation} without asking for the layout of a DTensor; pass to_torch(), "
-            "or a shard by to_local()"
+            f"torch runs {operation} on a DTensor directly, which has no data of its own; pass "
+            "to_torch(), or a shard by to_local()"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DTensor":
@@ -362,8 +362,8 @@ class DTensor(Differentiable):
             p.op not in ("sum", "avg") for p in arriving.spec.partials
         ):
             raise LayoutError(
-                f"grad_spec {arriving.spec} does not fit {self.layout.spec}: keep its dims, and "
-                "leave only sums or means pending"
+                f"grad_spec {arriving.spec} does not fit {self.layout.spec}; shard the dims as "
+                "there, and leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
         return with_gradient_reduced(plan, self.communicator, shards)[device]

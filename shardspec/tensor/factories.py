@@ -241,8 +241,8 @@ def _random(
         dtype = dtype_name(options.get("dtype") or torch.get_default_dtype())
         if dtype not in _BITS:
             raise DTypeError(
-                f"random numbers of {dtype}: make them of one of {', '.join(_BITS)}, and convert "
-                "them"
+                f"random numbers cannot be made in {dtype}; take one of {', '.join(_BITS)}, then "
+                "convert"
             )
         tensor = _made(name, size, lambda *_: None, options)
         if torch.device(options.get("device") or "cpu").type == "meta":
@@ -277,8 +277,8 @@ def box_of(
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
     """Yield the random numbers of a box of a tensor: (index within the box, numbers) pairs.
 
-    They are numbers `start` and on of the sequence of a seed, by row-major position in the tensor;
-    `made_of` is `normal`, or what `uniform` returns. The shape has at least one dim.
+    The tensor has numbers `start` on of the seed's sequence; `made_of` is `normal` or from
+    `uniform`.
     """
     if not prod(box_shape(box)):
         return

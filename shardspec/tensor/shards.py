@@ -49,8 +49,8 @@ def communicator_for(
     chosen = communicator_of(mesh) if communicator is None else communicator
     if chosen.mesh != mesh:
         raise LayoutError(
-            f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, the tensor on "
-            f"mesh {mesh} with ids {mesh.ids}"
+            f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, but the "
+            f"tensor is on mesh {mesh} with ids {mesh.ids}; use one mesh"
         )
     if needs_shards and not chosen.addressable:
         raise CommunicatorError(
@@ -184,8 +184,8 @@ def shards_of(
         check_copies(communicator, dict.fromkeys(addressable, tensor), f"the tensor for {layout}")
     elif not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
         raise LayoutError(
-            f"src_rank {src_rank!r}: give a place among the {len(ids)} ids {ids} of the mesh, from "
-            "0 on, or None for a tensor that is the same on every rank"
+            f"src_rank {src_rank!r} is no index into the {len(ids)} ids {ids} of the mesh; give "
+            f"0 to {len(ids) - 1}, or None if every rank has the same tensor"
         )
     if src_rank is None or len(addressable) in (0, len(ids)):
         return {device: _shard_of(tensor, layout, device) for device in addressable}

@@ -112,7 +112,7 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     ends = LayoutConverter().plan(tensor.layout.with_spec("[R,S0]" if bad else "[S0,R]"), "[R,R]")
     yield "convert", "the plan starts from", lambda: tensor.convert(ends)
     dtype = torch.int64 if bad else torch.float32
-    yield "rand", "random numbers of int64", lambda: rand(6, device_mesh=MESH, dtype=dtype)
+    yield "rand", "made in int64", lambda: rand(6, device_mesh=MESH, dtype=dtype)
     rule = {"none" if bad else "weight": "[S0,R]"}
     layer = torch.nn.Linear(2, 6)
     yield "module", "'none'", lambda: distribute_module(layer, MESH, rule)

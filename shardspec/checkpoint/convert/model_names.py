@@ -32,7 +32,7 @@ _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DO
 
 
 class _Way(NamedTuple):
-    """How to get from a checkpoint's names to the requested ones: maps to apply in order."""
+    """The maps from a checkpoint's names to the requested ones, applied in order."""
 
     model: Model
     recognized: Recognized
@@ -87,10 +87,7 @@ class ModelNames(CatalogNaming):
         where: object = "the state dict",
         behind: Collection[str] = (),
     ) -> tuple[NameMap, ...]:
-        """Return the maps that rename a source's tensors; those in `behind` may be missing.
-
-        `where` names the source in errors; tensors in `behind` may be missing.
-        """
+        """Return the maps that rename a source's tensors; those in `behind` may be missing."""
         if self.fill_from is not None:
             raise LayoutError(
                 "a state dict in memory cannot be filled in from a checkpoint; omit ",

@@ -37,7 +37,7 @@ class _SetByModules:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """What a view knows of its base: the tensor, and its version when the view was taken."""
+    """The tensor that a view was taken of, and its version at that time."""
 
     base: "TensorLike"
     version: int
