@@ -125,7 +125,7 @@ class ReshardPlan:
 
     @cached_property
     def copies(self) -> StateCopies:
-        """Which box goes from which device to which, in stages."""
+        """The copies of boxes from device to device, in stages."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
         return state_copies(*named, self._kinds, self.max_bytes, self.links)
 

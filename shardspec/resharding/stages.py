@@ -52,7 +52,7 @@ _FEW_COPIES: Final = 2000
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """Which boxes of a tensor each file of a checkpoint has; files are numbered like devices."""
+    """Layout of a tensor over the files of a checkpoint, which are numbered like devices."""
 
     stored: tuple[tuple[int, tuple[Box, ...]], ...]
     """(file number, boxes) of each file."""

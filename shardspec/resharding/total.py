@@ -100,7 +100,7 @@ def check_map(
 
     Examples
     --------
-    >>> map_ = NameMap.parse('[[map]]\\nsource = "a"\\ntarget = ["b", "x", "x[:2]"]')
+    >>> map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = ["b", "x", "x[:2]"]')
     >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
     ("'b': nothing is written at index (2,)",)
     """

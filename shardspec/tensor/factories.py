@@ -277,8 +277,7 @@ def box_of(
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
     """Yield the random numbers of a box of a tensor: (index within the box, numbers) pairs.
 
-    The tensor has numbers `start` on of the seed's sequence; `made_of` is `normal` or from
-    `uniform`.
+    They are the seed's from `start` on; `made_of` is `normal`, or what `uniform` returns.
     """
     if not prod(box_shape(box)):
         return
