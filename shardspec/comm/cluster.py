@@ -7,7 +7,7 @@
 20.8
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -15,6 +15,7 @@ from math import gcd
 
 import numpy as np
 import numpy.typing as npt
+from networkx.utils import UnionFind
 
 from shardspec.comm.curves import Line, Link
 from shardspec.errors import MeshError
@@ -293,26 +294,35 @@ def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]
         for mesh, of_mesh in zip(meshes, links, strict=True)
         for axis, link in enumerate(of_mesh)
     ]
+    _check_groups(meshes, each)
+    every = slowest_link([link for link, *_ in each], "slowest of all axes")
+    fast = [item for item in each if item[0].seconds_per_byte < every.seconds_per_byte]
+    if not fast:
+        return Cluster(every)
+    joined = UnionFind([device for mesh in meshes for device in mesh.ids])
+    for mesh in meshes:
+        for group in mesh.groups([axis for _, owner, axis in fast if owner is mesh]):
+            joined.union(*group)
+    near = slowest_link([link for link, *_ in fast], "slowest inside hosts")
+    hosts = sorted(tuple(sorted(host)) for host in joined.to_sets())
+    return Cluster(near, every, hosts=tuple(hosts))
+
+
+def _check_groups(
+    meshes: Iterable[DeviceMesh], each: Iterable[tuple[Link, DeviceMesh, int]]
+) -> None:
+    """Raise `MeshError` if axes of two meshes connect the same devices by different links."""
+    number_of = Counter(device for mesh in meshes for device in mesh.ids)
+    shared = {device for device, number in number_of.items() if number > 1}
     speeds: dict[frozenset[int], Line] = {}
     for link, mesh, axis in each:
         numbers = link.latency_s, link.seconds_per_byte
-        for group in mesh.groups([axis]) if mesh.shape[axis] > 1 else ():
-            if speeds.setdefault(frozenset(group), numbers) != numbers:
+        if mesh.shape[axis] == 1 or shared.isdisjoint(mesh.ids):
+            continue
+        for group in mesh.groups([axis]):
+            if shared.issuperset(group) and (
+                speeds.setdefault(frozenset(group), numbers) != numbers
+            ):
                 raise MeshError(
                     f"devices {id_list(group)} have different links in two meshes; make them equal"
                 )
-    slowest = max(link.seconds_per_byte for link, *_ in each)
-    fast = [item for item in each if item[0].seconds_per_byte < slowest]
-    number = {device: device for mesh in meshes for device in mesh.ids}
-    for _, mesh, axis in fast:
-        for group in mesh.groups([axis]):
-            met = {number[device] for device in group}
-            number = {device: min(met) if of in met else of for device, of in number.items()}
-    groups: dict[int, list[int]] = defaultdict(list)
-    for device, host in sorted(number.items()):
-        groups[host].append(device)
-    every = slowest_link([link for link, *_ in each], "slowest of all axes")
-    if not fast:
-        return Cluster(every)
-    near = slowest_link([link for link, *_ in fast], "slowest inside hosts")
-    return Cluster(near, every, hosts=tuple(map(tuple, groups.values())))

@@ -242,9 +242,10 @@ class Senders:
             self.sizes.append(num_bytes)
             self.starts.append(totals[holders])
             totals[holders] += num_bytes
+        is_shared = any(len(holders) > 1 for holders in totals)
         self.ends = {
             holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
-            for holders, shares in balanced(totals).items()
+            for holders, shares in (balanced(totals) if is_shared else {}).items()
         }
         """Set of holders to the end of the stretch of each holder."""
 

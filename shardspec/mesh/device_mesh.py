@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Unpack, get_args
 
 from shardspec.errors import AxisError, MeshError, NotTorchMeshError
@@ -297,9 +298,17 @@ class DeviceMesh:
 
     def groups(self, axes: Iterable[Axis]) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axes`; each device is in exactly one."""
+        import numpy as np
+
         numbers = self._distinct(axes)
-        free = (range(1) if a in numbers else range(n) for a, n in enumerate(self.shape))
-        return tuple(self.group(self.id_at(start), numbers) for start in product(*free))
+        wide = [axis for axis, size in enumerate(self.shape) if size > 1]
+        order = [axis for axis in wide if axis not in numbers]
+        order += [axis for axis in numbers if axis in wide]
+        # Ids may need more than 64 bits.
+        grid = np.array(self.ids, dtype=object).reshape([self.shape[axis] for axis in wide])
+        rows = grid.transpose([wide.index(axis) for axis in order])
+        size = prod(self.shape[axis] for axis in numbers)
+        return tuple(map(tuple, rows.reshape(-1, size).tolist()))
 
     def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
         """Return the mesh along the other axes, at the index of each axis in `fixed`."""

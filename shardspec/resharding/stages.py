@@ -46,8 +46,6 @@ _LITTLE: Final = 1e-3
 """Fraction of a plan's seconds; stages that could save no more are not tried."""
 _FEW: Final = 1e-2
 """Fraction of a plan's bytes between hosts; stages that could save no more are not tried."""
-_FEW_COPIES: Final = 2000
-"""Number of copies up to which alternatives are priced box by box."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -394,14 +392,12 @@ def _cheapest_stages(
     holders = {copy.holders for copy in copies}
     if len(near) + len(far) == len(copies) and all(len(ids) == 1 for ids in holders):
         return (direct,)  # each box goes from one device to one
-    seconds, priced = price([direct]), (near, far)
-    if len(copies) > _FEW_COPIES:
-        priced = _merged(near, far, width_of)
-        crossing = sum(size for pair, size in direct.traffic.items() if cluster.crosses(*pair))
-        least = sum(item.copy.num_bytes * len(item.receivers) for item in far)
-        bound = _least_seconds(priced[1], cluster)
-        if crossing <= (1 + _FEW) * least and seconds <= (1 + _LITTLE) * bound:
-            return (direct,)
+    seconds, priced = price([direct]), _merged(near, far, width_of)
+    crossing = sum(size for pair, size in direct.traffic.items() if cluster.crosses(*pair))
+    least = sum(item.copy.num_bytes * len(item.receivers) for item in far)
+    bound = _least_seconds(priced[1], cluster)
+    if crossing <= (1 + _FEW) * least and seconds <= (1 + _LITTLE) * bound:
+        return (direct,)
     ways = [(False, False)]
     if any(len(cluster.by_host(ids)) > 1 for ids in holders):
         ways.insert(0, (False, True))
@@ -424,8 +420,9 @@ def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], 
         receivers = by_host((first.receiver, *(copy.receiver for copy in others)))
         lacking = {host: ids for host, ids in receivers.items() if host not in holders}
         for host in receivers.keys() - lacking.keys():
-            inside = first._replace(holders=holders[host])
-            near += [inside._replace(receiver=receiver) for receiver in receivers[host]]
+            box, _, _, places, item_bytes = first
+            here = holders[host]
+            near += [Copy(box, here, device, places, item_bytes) for device in receivers[host]]
         if lacking:
             far.append(Far(first, lacking))
     return near, far
