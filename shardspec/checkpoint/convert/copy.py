@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
@@ -240,6 +240,8 @@ class Buffers:
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
         self.scratch = memoryview(bytearray(BLOCK_BYTES))
+        self.totals: dict[int, Any] = {}
+        """Sums of the block, by part; new memory for each block would cost more than the sums."""
 
 
 def read_box(
@@ -271,7 +273,7 @@ def read_box(
 
         crc = None
         if tensor.pending:
-            _reduce(tensor, parts, room, read)
+            _reduce(tensor, parts, room, read, buffers.totals)
         else:
             for part in parts:
                 crc = read(part)
@@ -305,6 +307,7 @@ def _reduce(
     parts: list[BlockPart],
     room: memoryview,
     read: Callable[[BlockPart], object],
+    totals: dict[int, Any],
 ) -> None:
     """Read all addends of a block, for example of two partial ranks, and sum them into `room`."""
     import numpy as np
@@ -320,7 +323,7 @@ def _reduce(
                     read(part)
             yield numbers
 
-    reduce(tensor.dtype, tensor.pending, addends(), numbers)
+    reduce(tensor.dtype, tensor.pending, addends(), numbers, totals)
 
 
 def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as `read_into` of files

@@ -238,12 +238,17 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 
 
 def reduce(
-    dtype: str, pending: Sequence[StoredReduction], addends: Iterable[Bytes], out: Bytes
+    dtype: str,
+    pending: Sequence[StoredReduction],
+    addends: Iterable[Bytes],
+    out: Bytes,
+    totals: dict[int, NDArray[Any]] | None = None,
 ) -> None:
     """Combine addends, such as the partial sums of two ranks, into `out`; all are bytes of `dtype`.
 
     The pending reductions share one operation, or are sums and means. A sum may have weights. All
-    addends may be in the same memory, one after the other; `out` may be that memory too.
+    addends may be in the same memory, one after the other; `out` may be that memory too. `totals`
+    keeps memory for the next block.
 
     >>> out, addends = np.zeros(4, np.uint8), (np.float32([x]).view(np.uint8) for x in (1, 2))
     >>> reduce("float32", [StoredReduction("sum", 2)], addends, out)
@@ -254,7 +259,7 @@ def reduce(
     divisor = prod(p.addends for p in pending if p.op == "avg")
     weights = pending[0].weights
     parts = [slice(at, at + _SUMMED_BYTES) for at in range(0, len(out), _SUMMED_BYTES)]
-    totals: list[NDArray[Any]] = []
+    totals = {} if totals is None else totals
     # Overflow and NaN are results, as in torch.
     with np.errstate(all="ignore"):
         for number, raw in enumerate(addends):
@@ -267,9 +272,16 @@ def reduce(
                     addend = np.multiply(addend, addend.dtype.type(weights[number]), out=room)
                 if number:
                     combine(totals[place], addend, out=totals[place])
+                elif (
+                    place in totals
+                    and totals[place].dtype == addend.dtype
+                    and totals[place].shape == addend.shape
+                ):
+                    np.copyto(totals[place], addend)
                 else:
-                    totals.append(addend if weights else addend.copy())
-        for part, total in zip(parts, totals, strict=True):
+                    totals[place] = addend if weights else addend.copy()
+        for place, part in enumerate(parts):
+            total = totals[place]
             if divisor != 1:
                 total /= divisor
             out[part] = narrow(total, dtype)
