@@ -15,7 +15,6 @@ from math import gcd
 
 import numpy as np
 import numpy.typing as npt
-from networkx.utils import UnionFind
 
 from shardspec.comm.curves import Line, Link
 from shardspec.errors import MeshError
@@ -299,6 +298,8 @@ def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]
     fast = [item for item in each if item[0].seconds_per_byte < every.seconds_per_byte]
     if not fast:
         return Cluster(every)
+    from networkx.utils import UnionFind  # merges of checkpoints need none
+
     joined = UnionFind([device for mesh in meshes for device in mesh.ids])
     for mesh in meshes:
         for group in mesh.groups([axis for _, owner, axis in fast if owner is mesh]):

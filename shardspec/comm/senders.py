@@ -243,9 +243,10 @@ class Senders:
             self.starts.append(totals[holders])
             totals[holders] += num_bytes
         is_shared = any(len(holders) > 1 for holders in totals)
+        shares_of = balanced(totals) if is_shared else {holders: [0.0] for holders in totals}
         self.ends = {
             holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
-            for holders, shares in (balanced(totals) if is_shared else {}).items()
+            for holders, shares in shares_of.items()
         }
         """Set of holders to the end of the stretch of each holder."""
 
