@@ -70,6 +70,7 @@ from shardspec.checkpoint.quantization.cuts import (
 from shardspec.checkpoint.storage.checksums import crc_text
 from shardspec.checkpoint.storage.path import (
     Entry,
+    Identity,
     StoragePath,
     is_temporary,
     output_exists,
@@ -680,7 +681,7 @@ def check_destination(
     new = {file.name for file in target.files}
     if target.listing is not None:
         new.add(target.listing.name)
-    return Destination(path, overwrite, _replaced(path, new), entry.identity)
+    return Destination(path, overwrite, _replaced(path, new, entry.identity), entry.identity)
 
 
 def _part_of_source(
@@ -708,15 +709,22 @@ def _part_of_source(
     return ""
 
 
-def _replaced(path: StoragePath, new: Collection[str]) -> frozenset[str]:
+def _replaced(path: StoragePath, new: Collection[str], identity: Identity) -> frozenset[str]:
     """Return the relative names of all files in a directory that an output may replace.
 
-    Raises a `CheckpointError` if any belongs neither to the checkpoint there nor to the output.
+    Raises a `CheckpointError` if any belongs neither to the checkpoint there nor to the output, or
+    if another run has replaced the directory, whose `identity` was checked before.
     """
     with path.errors("replaced"):
         owned = {*new, *_owned(path)}
         others = (name for name in path.names_below() if name not in owned)
         if strangers := sorted(islice(others, _MOST_LOOKED_AT)):
+            now = path.look()
+            if now is None or now.identity != identity:
+                raise CheckpointError(
+                    f"{path}: another run replaced it during this run; run again to replace the "
+                    "new one"
+                )
             some = ", ".join(shown(name) for name in strangers[:_SHOWN])
             more = " and more" if len(strangers) > _SHOWN else ""
             raise CheckpointError(
