@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.execution import placements_of
 from benchmarks.state_models import ROWS, Row, deepseek, specs_of
@@ -244,8 +245,8 @@ def in_processes(world: int, work: Callable[..., T], *args: object) -> T:
     with tempfile.TemporaryDirectory() as folder:
         out: SimpleQueue[T] = mp.get_context("spawn").SimpleQueue()
         given = (world, str(Path(folder) / "at"), work, out, *args)
-        # torch.multiprocessing neither declares nor types it.
-        mp.start_processes(_process, given, nprocs=world)  # type: ignore[attr-defined, no-untyped-call]
+        # torch leaves this function untyped.
+        spawn(_process, given, nprocs=world)  # type: ignore[no-untyped-call]
         return out.get()
 
 

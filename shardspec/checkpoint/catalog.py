@@ -606,7 +606,7 @@ class Carried(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The files of an output: which box of which tensor goes to which position."""
+    """The files of an output, and the position of every box of a tensor in them."""
 
     files: tuple[OutputFile, ...]
     directory: bool

@@ -93,7 +93,7 @@ def failure_text(error: BaseException) -> str:
     kind = "" if isinstance(error, ShardSpecError) else type(error).__name__
     try:
         return ": ".join(filter(None, [kind, str(error)]))
-    except Exception:  # a user's error whose __str__ fails
+    except Exception:  # __str__ of a user's error may raise anything
         return kind
 
 

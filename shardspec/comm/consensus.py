@@ -43,7 +43,7 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     failure = cause = None
     try:
         results.append(act())
-    except Exception as error:  # or the other ranks would wait for this one
+    except Exception as error:  # whatever it is, the other ranks would wait for this one
         cause = error
         kind = OutputExistsError if isinstance(error, OutputExistsError) else CheckpointError
         failure = Failure(kind, failure_text(error))

@@ -171,6 +171,8 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     >>> balanced({(0,): 4, (0, 1): 6})
     {(0,): [4.0], (0, 1): [1.0, 5.0]}
     """
+    if all(len(holders) == 1 for holders in totals):
+        return {holders: [float(total)] for holders, total in totals.items()}
     load = dict.fromkeys((holder for holders in totals for holder in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
     shares = {holders: [0.0] * len(holders) for holders in totals}
@@ -242,11 +244,9 @@ class Senders:
             self.sizes.append(num_bytes)
             self.starts.append(totals[holders])
             totals[holders] += num_bytes
-        is_shared = any(len(holders) > 1 for holders in totals)
-        shares_of = balanced(totals) if is_shared else {holders: [0.0] for holders in totals}
         self.ends = {
             holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
-            for holders, shares in shares_of.items()
+            for holders, shares in balanced(totals).items()
         }
         """Set of holders to the end of the stretch of each holder."""
 

@@ -147,7 +147,7 @@ def _from_shard(
 
 
 def _shard_of(tensor: TorchDTensor, of_gradient: tuple[Placement, ...]) -> torch.Tensor:
-    # This is untyped in torch.
+    # torch leaves Function.apply untyped.
     shard: torch.Tensor = _ToShard.apply(tensor, of_gradient)  # type: ignore[no-untyped-call]
     return shard
 

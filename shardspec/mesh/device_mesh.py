@@ -288,27 +288,28 @@ class DeviceMesh:
         They are in row-major order of `axes`.
         """
         numbers = self._distinct(axes)
-        coordinates = list(self.coordinates(physical_id))
-        members = []
-        for indices in product(*(range(self.shape[a]) for a in numbers)):
-            for axis, index in zip(numbers, indices, strict=True):
-                coordinates[axis] = index
-            members.append(self.id_at(coordinates))
-        return tuple(members)
+        coordinates = enumerate(self.coordinates(physical_id))
+        first = self.id_at([0 if axis in numbers else index for axis, index in coordinates])
+        start = self._position[first]
+        return tuple(self.ids[start + offset] for offset in self._offsets(numbers))
 
     def groups(self, axes: Iterable[Axis]) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axes`; each device is in exactly one."""
-        import numpy as np
-
         numbers = self._distinct(axes)
-        wide = [axis for axis, size in enumerate(self.shape) if size > 1]
-        order = [axis for axis in wide if axis not in numbers]
-        order += [axis for axis in numbers if axis in wide]
-        # Ids may need more than 64 bits.
-        grid = np.array(self.ids, dtype=object).reshape([self.shape[axis] for axis in wide])
-        rows = grid.transpose([wide.index(axis) for axis in order])
-        size = prod(self.shape[axis] for axis in numbers)
-        return tuple(map(tuple, rows.reshape(-1, size).tolist()))
+        offsets = self._offsets(numbers)
+        starts = self._offsets(axis for axis in range(self.ndim) if axis not in numbers)
+        return tuple(tuple(self.ids[start + offset] for offset in offsets) for start in starts)
+
+    def _offsets(self, axes: Iterable[int]) -> list[int]:
+        """Return the places in `ids` with index 0 on all other axes, in row-major order of `axes`.
+
+        For axis 0 of a 2x3 mesh these are 0 and 3.
+        """
+        offsets = [0]
+        for axis in axes:
+            step = prod(self.shape[axis + 1 :])
+            offsets = [offset + i * step for offset in offsets for i in range(self.shape[axis])]
+        return offsets
 
     def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
         """Return the mesh along the other axes, at the index of each axis in `fixed`."""

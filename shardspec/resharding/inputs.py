@@ -360,7 +360,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class Overlap(NamedTuple, Generic[K]):
-    """Two tensors that share memory, of which at least one is written."""
+    """A pair of tensors that share memory; at least one of them is written."""
 
     written: K
     other: K
@@ -410,11 +410,8 @@ def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.is_contiguous() and second.is_contiguous():
         return True
-    try:
-        # numpy's stubs allow only two values of max_work.
-        return np.shares_memory(_array(first), _array(second), max_work=_MAX_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
+    # numpy's stubs allow only two of the values that numpy takes.
+    return np.may_share_memory(_array(first), _array(second), max_work=_MAX_WORK)  # type: ignore[arg-type]
 
 
 class _Interface:

@@ -46,7 +46,7 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
-    """Return True if a list is to be flattened: it contains a tensor or a mapping."""
+    """Return True if a list contains a tensor or a mapping at any depth, and is flattened."""
     return depth <= MAX_DEPTH and any(
         _holds_more(item, depth + 1)
         if isinstance(item, list | tuple)

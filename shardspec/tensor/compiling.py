@@ -31,7 +31,7 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
         if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:  # nothing is compiled
             return function(*args, **kwargs)
         if not disabled:
-            # torch leaves this untyped.
+            # torch leaves this function untyped.
             made = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
             disabled.append(made)
         return disabled[0](*args, **kwargs)

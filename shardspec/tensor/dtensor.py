@@ -274,7 +274,7 @@ class DTensor(Differentiable):
 
         return apply(function, args, kwargs or {})
 
-    # torch declares it for any arguments; here each has a type.
+    # torch declares *args and **kwargs; here each argument has a name and a type.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: object, _types: object, args: Sequence[Any] = (), *_: object
@@ -302,7 +302,7 @@ class DTensor(Differentiable):
         facts = (str(layout.spec), layout.global_shape, layout.dtype)
         return restored, (shards, (mesh.ids, mesh.shape, *numbers), *facts, self.is_simulated)
 
-    # torch passes `tensor_contents`, which its stubs leave untyped.
+    # torch leaves this argument untyped, so that typing it counts as an override.
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         head = f"DTensor({self.layout}"
         for pending in self.layout.spec.partials:

@@ -66,5 +66,5 @@ def stand_ins() -> Iterator[None]:
 
 
 def stand_ins_are_wanted() -> bool:
-    """Return True while a ``partition_fn`` runs, so that stand-ins are to be made."""
+    """Return True while a ``partition_fn`` runs; modules then get stand-ins for DTensors."""
     return _IN_PARTITION.get()

@@ -159,7 +159,7 @@ def test_what_cannot_be_made(ranks_in):
         assert "[S1,R] where rank 0 has [S0,R]" in found["spec"]
         assert "src_rank 1 where rank 0 has 0" in found["source"]
         assert "src_rank 4 is no index into the 4 ids (0, 1, 2, 3)" in found["no source"]
-        assert "src_rank '0'" in found["not a place"]
+        assert "src_rank '0' is no index" in found["not a place"]
         assert "that of rank 2 differs from that of rank 0" in found["differs"]
         assert "that of rank 3 differs from that of rank 0" in found["fill"]
         assert (

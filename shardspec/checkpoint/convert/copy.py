@@ -9,11 +9,11 @@ end. The file appears when it is complete, and the one that it replaces stays un
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
@@ -40,6 +40,9 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from shardspec.checkpoint.convert.numeric import Bytes
 
 import heapq
@@ -240,8 +243,13 @@ class Buffers:
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
         self.scratch = memoryview(bytearray(BLOCK_BYTES))
-        self.totals: dict[int, Any] = {}
-        """Sums of the block, by part; new memory for each block would cost more than the sums."""
+
+    @cached_property
+    def sums(self) -> "NDArray[np.uint8]":
+        """Memory for the sums of a block; new memory for each block would take longer than they."""
+        import numpy as np
+
+        return np.empty(4 * BLOCK_BYTES, np.uint8)
 
 
 def read_box(
@@ -273,7 +281,7 @@ def read_box(
 
         crc = None
         if tensor.pending:
-            _reduce(tensor, parts, room, read, buffers.totals)
+            _reduce(tensor, parts, room, read, buffers)
         else:
             for part in parts:
                 crc = read(part)
@@ -307,7 +315,7 @@ def _reduce(
     parts: list[BlockPart],
     room: memoryview,
     read: Callable[[BlockPart], object],
-    totals: dict[int, Any],
+    buffers: Buffers,
 ) -> None:
     """Read all addends of a block, for example of two partial ranks, and sum them into `room`."""
     import numpy as np
@@ -323,7 +331,7 @@ def _reduce(
                     read(part)
             yield numbers
 
-    reduce(tensor.dtype, tensor.pending, addends(), numbers, totals)
+    reduce(tensor.dtype, tensor.pending, addends(), numbers, buffers.sums)
 
 
 def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as `read_into` of files

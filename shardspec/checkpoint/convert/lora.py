@@ -459,12 +459,12 @@ class _Changed(Recast):
         """Yield ranges of rows of a part, and their numbers with scale * B @ A added."""
         places = slice(row, row + shape[0]), slice(column, column + shape[1])
         factors = [self._factors(delta, matrix, *places) for delta in self._deltas]
-        room: NDArray[Any] | None = None
+        change: NDArray[Any] | None = None
         for rows, values in super().parts(matrix, row, column, shape):
-            # Parts after the first are no larger; new memory costs as much as the product.
-            room = np.empty_like(values) if room is None else room[: len(values)]
+            # Ranges after the first are no longer; new memory would take as long as the product.
+            change = np.empty_like(values) if change is None else change[: len(values)]
             for left, right, rounded in factors:
-                some, change = left[rows], room
+                some = left[rows]
                 step = max(1, _ALONE // some.size)
                 for at in range(0, shape[1], step):
                     columns = slice(at, at + step)

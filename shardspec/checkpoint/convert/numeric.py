@@ -242,13 +242,13 @@ def reduce(
     pending: Sequence[StoredReduction],
     addends: Iterable[Bytes],
     out: Bytes,
-    totals: dict[int, NDArray[Any]] | None = None,
+    sums: NDArray[np.uint8] | None = None,
 ) -> None:
     """Combine addends, such as the partial sums of two ranks, into `out`; all are bytes of `dtype`.
 
     The pending reductions share one operation, or are sums and means. A sum may have weights. All
-    addends may be in the same memory, one after the other; `out` may be that memory too. `totals`
-    keeps memory for the next block.
+    addends may be in the same memory, one after the other; `out` may be that memory too. `sums` is
+    memory of four times the bytes of `out`, since 8-bit floats are summed in 32 bits.
 
     >>> out, addends = np.zeros(4, np.uint8), (np.float32([x]).view(np.uint8) for x in (1, 2))
     >>> reduce("float32", [StoredReduction("sum", 2)], addends, out)
@@ -259,7 +259,8 @@ def reduce(
     divisor = prod(p.addends for p in pending if p.op == "avg")
     weights = pending[0].weights
     parts = [slice(at, at + _SUMMED_BYTES) for at in range(0, len(out), _SUMMED_BYTES)]
-    totals = {} if totals is None else totals
+    sums = np.empty(4 * len(out), np.uint8) if sums is None else sums
+    totals: list[NDArray[Any]] = []
     # Overflow and NaN are results, as in torch.
     with np.errstate(all="ignore"):
         for number, raw in enumerate(addends):
@@ -267,21 +268,18 @@ def reduce(
                 addend = numbers(raw[part], dtype)
                 if dtype == "float16":
                     addend = addend.astype(np.float32)
+                if not number:
+                    room = sums[4 * part.start :][: addend.nbytes]
+                    totals.append(room.view(addend.dtype))
+                total = totals[place]
                 if weights:
-                    room = addend if number else None
-                    addend = np.multiply(addend, addend.dtype.type(weights[number]), out=room)
+                    weight = addend.dtype.type(weights[number])
+                    addend = np.multiply(addend, weight, out=addend if number else total)
                 if number:
-                    combine(totals[place], addend, out=totals[place])
-                elif (
-                    place in totals
-                    and totals[place].dtype == addend.dtype
-                    and totals[place].shape == addend.shape
-                ):
-                    np.copyto(totals[place], addend)
-                else:
-                    totals[place] = addend if weights else addend.copy()
-        for place, part in enumerate(parts):
-            total = totals[place]
+                    combine(total, addend, out=total)
+                elif not weights:
+                    np.copyto(total, addend)
+        for part, total in zip(parts, totals, strict=True):
             if divisor != 1:
                 total /= divisor
             out[part] = narrow(total, dtype)

@@ -74,6 +74,7 @@ from shardspec.checkpoint.storage.path import (
     StoragePath,
     is_temporary,
     output_exists,
+    output_replaced,
 )
 from shardspec.dtypes import dtype_name
 from shardspec.errors import ShardSpecError
@@ -721,10 +722,7 @@ def _replaced(path: StoragePath, new: Collection[str], identity: Identity) -> fr
         if strangers := sorted(islice(others, _MOST_LOOKED_AT)):
             now = path.look()
             if now is None or now.identity != identity:
-                raise CheckpointError(
-                    f"{path}: another run replaced it during this run; run again to replace the "
-                    "new one"
-                )
+                raise output_replaced(path)
             some = ", ".join(shown(name) for name in strangers[:_SHOWN])
             more = " and more" if len(strangers) > _SHOWN else ""
             raise CheckpointError(

@@ -322,9 +322,8 @@ def write_transfers(
         if device != devices[0]:
             rows = transfer_rows(plan, device, "both", files=files)
         content, digest = io.BytesIO(), np.frombuffer(plan.digest.encode(), np.uint8)
-        arrays = {"rows": rows, "digest": digest, **_shards(plan, device)}
-        # numpy types its own option among the names of arrays.
-        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+        arrays: dict[str, Any] = {"rows": rows, "digest": digest, **_shards(plan, device)}
+        np.savez_compressed(content, **arrays)
         _write(place / f"device-{device}.npz", content.getvalue())
     index = {
         "format": TRANSFERS_FORMAT,

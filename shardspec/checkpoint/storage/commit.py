@@ -36,6 +36,7 @@ from shardspec.checkpoint.storage.path import (
     StoragePath,
     WriteAt,
     output_exists,
+    output_replaced,
 )
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -213,9 +214,7 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
     """Raise CheckpointError if the directory to replace has changed since it was checked."""
     old = _stat(path)
     if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
-        raise CheckpointError(
-            f"{path}: another run replaced it during this run; run again to replace the new one"
-        )
+        raise output_replaced(path)
 
 
 def _exchange(

@@ -69,7 +69,7 @@ class ObjectPath(StoragePath):
     __slots__ = ()
     requests = whole_files = True
     nests = False
-    # Built-in exceptions of fsspec's stores; the last for operations that a store lacks.
+    # fsspec's stores raise these for requests that fail, the last for operations that they lack.
     _refusals = (OSError, ValueError, NotImplementedError)
 
     def __str__(self) -> str:

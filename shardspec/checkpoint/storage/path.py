@@ -296,6 +296,13 @@ def output_exists(path: PurePath) -> OutputExistsError:
     )
 
 
+def output_replaced(path: PurePath) -> CheckpointError:
+    """Return the error for an output that another run has replaced during this one."""
+    return CheckpointError(
+        f"{path}: another run replaced it during this run; run again to replace the new one"
+    )
+
+
 def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
     """Raise a `CheckpointError` if a file of this name cannot be written."""
     if path.taken() and not overwrite:

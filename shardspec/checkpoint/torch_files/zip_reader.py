@@ -143,7 +143,7 @@ def read_torch_zip(
     try:
         with ZipFile(io.BytesIO(tail)) as opened:
             infos, end = opened.infolist(), opened.start_dir
-    # Errors of zipfile for a damaged directory; the second for an unknown version.
+    # zipfile raises all of these for damaged directories, NotImplementedError for versions.
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error):
         raise _contradiction(label) from None
     is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")

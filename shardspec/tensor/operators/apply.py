@@ -386,7 +386,7 @@ def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies
 
 def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Return True if a result shares memory with an argument, as torch sees it."""
-    # torch has no public name for it, and its stubs lack it.
+    # torch has no public function for this: addresses do not tell empty or meta tensors apart.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
 

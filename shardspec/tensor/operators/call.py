@@ -1,4 +1,4 @@
-"""Defines `Call`: a torch function and its arguments, of which some are DTensors."""
+"""Defines `Call`: a torch function and its arguments, with DTensors among them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
