@@ -24,7 +24,7 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """The ranks of each box: by the tensor's layout, or if that is unknown, as stored."""
+    """The ranks that have each box of a tensor: by its layout, or as stored if that is unknown."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every nonempty box, and its ranks."""
@@ -35,7 +35,7 @@ class RowHolders(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Some of the tensors of a checkpoint."""
+    """Totals of some tensors of a checkpoint."""
 
     tensors: int
     parameters: int
@@ -65,7 +65,7 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint or a selection of its tensors; each access looks the tensors up again."""
+    """A description of a checkpoint, or of selected tensors; properties read the catalog anew."""
 
     source: Catalog
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ class CheckpointSummary:
 
     @property
     def rank_files(self) -> list[tuple[int, int, str | None]]:
-        """(device, bytes, file) for each device of the mesh, or each one that stored a box."""
+        """(device, bytes, file) of each device of the mesh; without a mesh, of each that stored."""
         # Many tensors share one tuple of boxes.
         widths: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
@@ -285,7 +285,7 @@ def repeated_layers(properties: Mapping[str, Hashable]) -> list[Repeated]:
 
 
 def _blocks(numbers: Sequence[_Numbers]) -> Iterator[list[_Numbers]]:
-    """Split sorted tuples into products: (0, 1), (0, 2), (4, 1), (4, 2) is (0, 4) × (1, 2)."""
+    """Group sorted tuples into products: (0, 1), (0, 2), (4, 1), (4, 2) are (0, 4) × (1, 2)."""
     if not numbers[0]:
         yield []
         return
@@ -347,7 +347,7 @@ def optimizer_kind(name: str) -> str | None:
 
 
 def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:
-    """Return the prefixes that distinguish names from the others; None if more differs.
+    """Return the prefixes in which names differ from the others; None if more than that differs.
 
     One side may have more names than the other. No name may be on both sides.
 
