@@ -84,10 +84,13 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
     shardspec.errors.CheckpointError: tensor 'w' of shape [4]: no file contains box [0:4]; \
 restore the missing file or save again
     """
+    full = whole_box(tensor.shape)
+    alone = [(stored.box, stored.addend) for stored in tensor.boxes] == [(full, ())]
+    if alone and not tensor.pending and 0 not in tensor.shape:
+        return ()  # a tenth of the time of the checks below
     same: dict[ReplicaKey, list[AnyBox]] = {}
     for stored in tensor.boxes:
         same.setdefault((stored.box, stored.addend), []).append(stored)
-    full = whole_box(tensor.shape)
     addends = [pending.addends for pending in tensor.pending]
     by_addend: dict[tuple[int, ...], list[AnyBox]] = {
         addend: [] for addend in product(*map(range, addends))

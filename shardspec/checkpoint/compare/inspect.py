@@ -1,7 +1,7 @@
 """Describes the contents of a checkpoint without reading its data."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,22 +83,19 @@ class CheckpointSummary:
     @property
     def num_bytes(self) -> int:
         """Bytes of all global tensors: about the size of the merged file."""
-        return sum(tensor.num_bytes for tensor in self.outlines)
+        return self.total().num_bytes
 
-    def groups(self) -> "dict[str, Group]":
-        """Return the sums over each group of tensors; see `groups_of`."""
-        groups = {}
-        for group, names in groups_of(self.names).items():
-            tensors = list(map(self.source.outline, names))
-            parameters = sum(prod(tensor.shape) for tensor in tensors)
-            num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            groups[group] = Group(len(tensors), parameters, num_bytes)
-        return groups
+    def total(self) -> "Group":
+        """Return the sums over all tensors."""
+        kinds = Counter((tensor.shape, tensor.dtype) for tensor in self.outlines)
+        parameters = sum(number * prod(shape) for (shape, _), number in kinds.items())
+        sizes = (n * prod(shape) * item_bytes(dtype) for (shape, dtype), n in kinds.items())
+        return Group(len(self.names), parameters, sum(sizes))
 
-    def parameters(self) -> tuple[int, int]:
-        """Return (elements of the model, elements of the optimizer's state)."""
-        model, states = self.apart()
-        return model.elements, states.elements
+    def groups(self) -> "dict[str, CheckpointSummary]":
+        """Return a summary of each group of tensors; see `groups_of`."""
+        groups = groups_of(self.names).items()
+        return {group: replace(self, names=tuple(names)) for group, names in groups}
 
     def apart(self) -> "tuple[CheckpointSummary, CheckpointSummary]":
         """Return summaries of the model's tensors and of the optimizer's state."""
@@ -106,11 +103,6 @@ class CheckpointSummary:
         chosen = set(model)
         states = tuple(name for name in self.names if name not in chosen)
         return replace(self, names=model), replace(self, names=states)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all global tensors."""
-        return sum(prod(tensor.shape) for tensor in self.outlines)
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return the layout of a tensor over the mesh that wrote it, if the format records both."""
@@ -157,15 +149,16 @@ class CheckpointSummary:
     def facts(self) -> dict[str, object]:
         """Return the summary as plain values, without the tensors."""
         source, mesh, groups = self.source, self.source.mesh, self.groups()
+        model, states = (part.total() for part in self.apart())
         return {
             "directory": str(source.directory),
             "format": source.format,
             "run": dict(self.run),
             "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
-            "bytes": self.num_bytes,
-            "parameters": self.parameters()[0],
-            "optimizer_elements": self.parameters()[1],
-            "groups": {name: group._asdict() for name, group in groups.items()},
+            "bytes": model.num_bytes + states.num_bytes,
+            "parameters": model.parameters,
+            "optimizer_elements": states.parameters,
+            "groups": {name: group.total()._asdict() for name, group in groups.items()},
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": file}
                 for rank, num_bytes, file in self.rank_files
@@ -241,11 +234,11 @@ def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary
 
 _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 """Number in a name, such as the 12 of ``layers.12.up.weight``."""
-_MOMENT: Final = re.compile(
-    r"(?:^|\.)(max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step)(?=\.|$)"
-)
+_MOMENTS: Final = "max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step"
+_MOMENT: Final = re.compile(rf"(?<![^.])({_MOMENTS})(?![^.])")
 _OPTIMIZER: Final = re.compile(
-    rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
+    r"(?<![^.])(?:(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|"
+    rf"(?:{_MOMENTS})(?![^.]))"
 )
 """Names of an optimizer's state in checkpoints of torch, Megatron and DeepSpeed."""
 _MAIN: Final = re.compile(r"optimizer\.state\.((?:fp32_)?param)\.")
