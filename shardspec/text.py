@@ -19,7 +19,7 @@ _WRAPPED_WIDTH: Final = 20
 _MIN_WIDTH: Final = 8
 """Width below which no text is shortened."""
 
-_DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
+_DIGITS: Final = re.compile(r"\d+", re.ASCII)
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -209,13 +209,15 @@ def table_lines(
     def lines(row: Sequence[str]) -> Iterator[str]:
         parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
         for number, part in enumerate(parts):
-            row = [*("" if number else cell for cell in row)]
+            row = [*(("" for _ in row) if number else row)]
             row[flexible] = part
             cells = []
             for column in columns:
-                text = shortened(row[column], widths[column])
-                pad = " " * (widths[column] - _width(text))
-                cells.append(pad + text if column in numbers else text + pad)
+                text, width = row[column], widths[column]
+                if len(text) > width or not (text.isascii() and text.isprintable()):
+                    text = shortened(text, width)
+                    width += len(text) - _width(text)
+                cells.append(text.rjust(width) if column in numbers else text.ljust(width))
             yield "   ".join(cells).rstrip()
 
     rule = "─" * (sum(widths[column] for column in columns) + 3 * (len(columns) - 1))
@@ -309,10 +311,8 @@ def natural_order(names: Iterable[str]) -> list[str]:
     ['embed', 'layers.2.w', 'layers.10.w']
     """
 
-    def key(name: str) -> tuple[list[str | tuple[int, str]], str]:
-        parts = _DIGITS.split(name)
-        digits = (part.lstrip("0") for part in parts)
-        # Python reads no number of more than 4,300 digits.
-        return [(len(n), n) if at % 2 else parts[at] for at, n in enumerate(digits)], name
+    def by_length(digits: re.Match[str]) -> str:
+        number = digits[0].lstrip("0")
+        return f"\0{chr(len(number))}{number}"  # Python reads no number of more than 4,300 digits
 
-    return sorted(names, key=key)
+    return sorted(names, key=lambda name: (_DIGITS.sub(by_length, name), name))

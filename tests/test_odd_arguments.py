@@ -147,7 +147,7 @@ def test_specs_of_more_dims_than_are_planned_for():
 def test_meshes_of_more_devices_than_conversions_between_meshes_are_planned_for():
     large = Layout(DeviceMesh(range(20_000), (20_000,)), "[S0]", (20_000,), "f32")
     small = Layout(DeviceMesh(range(2), (2,)), "[S0]", (20_000,), "f32")
-    with pytest.raises(LayoutError, match="would join 20,000 devices"):
+    with pytest.raises(LayoutError, match="20,000 devices is too large"):
         LayoutConverter().plan(large, small)
     a, b = (Layout(DeviceMesh(range(4096), s), "[S01]", (4096,), "f32") for s in [(64,) * 2] * 2)
     assert LayoutConverter().plan(a, b).steps == ()

@@ -65,9 +65,10 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     parts, size = iter(parts), 1  # the first ones at once
     while batch := list(islice(parts, min(size, 256))):
         text = between.join(printable(part, keep="\n") for part in batch)
-        click.echo(text if size == 1 else between + text, nl=False)
+        click.echo(text if size == 1 else between[1:] + text, nl=bool(between))
         size *= 2
-    click.echo()
+    if not between:
+        click.echo()
 
 
 def name_text(name: str) -> str:

@@ -259,7 +259,7 @@ class ShardingSpec:
 
     @property
     def dim_partition_dict(self) -> dict[int, list[Axis]]:
-        """Sharded tensor dim to the mesh axes that split it; `dim_specs` has the parts too."""
+        """Sharded tensor dim to the mesh axes that split it, without parts and blocks."""
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property

@@ -1,4 +1,4 @@
-"""Computes the costs of many conversions at once: all layouts of a tensor, or a list of pairs.
+"""Computes many costs at once: between all layouts of a tensor, or for a list of pairs.
 
 `LayoutConverter.cost_table` and `LayoutConverter.costs` show examples.
 """
@@ -184,9 +184,9 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
 
 
 def _along_paths(prices: Prices, tensor: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
-    """Return seconds, received bytes and peak bytes of a cheapest path between all states.
+    """Return seconds, received bytes and peak bytes of the cheapest paths between all states.
 
-    If dims divide evenly, only one of the specs with equal prices is a start of the search.
+    If dims divide evenly, one search serves all specs with equal prices.
     """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
@@ -233,9 +233,9 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
 
 
 def bytes_of_moves(prices: Prices, tensor: Layout) -> Callable[[Ints], Ints]:
-    """Return a function that counts the bytes received by the busiest device in moves.
+    """Return a function from moves to the bytes that the busiest device receives in each.
 
-    Entry ``s`` of its argument is the source of the move to state ``s``.
+    Its argument lists the moves by their sources: entry ``s`` moves to state ``s``.
     """
     space, mesh_shape = prices.space, tensor.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
@@ -267,7 +267,7 @@ def pair_costs(
     cost: Callable[[Layout, Layout], float],
     layout_of: Callable[[_End], Layout],
 ) -> Floats:
-    """Return the seconds of pairs from matrices of prices, or else by `cost`.
+    """Return the seconds of each pair, from matrices of prices if possible, else by `cost`.
 
     `layout_of` is called once per distinct object; see `LayoutConverter.costs`.
     """
@@ -315,7 +315,7 @@ def _from_prices(
     targets: Sequence[Layout],
     model_of: Callable[[DeviceMesh], CostModel],
 ) -> Floats | None:
-    """Return (sources, targets): seconds for one tensor; None if no matrix has its prices."""
+    """Return (sources, targets): the seconds for one tensor; None if there are too many specs."""
     tensor = sources[0]
     if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None

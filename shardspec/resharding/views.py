@@ -303,19 +303,28 @@ def composed(first: View, second: View) -> View | None:
     >>> composed(halves, identity_view((2,))) == halves
     True
     """
-    if _is_whole(first.target):
-        source = _substituted(first.source, first.target, second.source, len(second.shape))
-        if source is not None:
-            extra = max([len(second.shape), *(f.axis + 1 for dim in source.dims for f in dim)])
-            shape = (*second.shape, *[1] * (extra - len(second.shape)))
-            return View(shape, source, second.target)
-    if _is_whole(second.source):
-        back = composed(
-            View(second.shape, second.target, second.source),
-            View(first.shape, first.target, first.source),
-        )
-        return None if back is None else View(back.shape, back.target, back.source)
+    pairs = list(chain(*map(_paired, first.target.dims, second.source.dims)))
+    before, after = (TensorView(tuple(pair[side] for pair in pairs)) for side in (0, 1))
+    for forward, whole, others, axes in (
+        (True, before, after, second.shape),
+        (False, after, before, first.shape),
+    ):
+        outer = first.source if forward else second.target
+        made = _substituted(outer, whole, others, len(axes)) if _is_whole(whole) else None
+        if made is not None:
+            extra = max([len(axes), *(f.axis + 1 for dim in made.dims for f in dim)])
+            shape = (*axes, *[1] * (extra - len(axes)))
+            return View(shape, *((made, second.target) if forward else (first.source, made)))
     return None
+
+
+def _paired(
+    first: tuple[Factor, ...], second: tuple[Factor, ...]
+) -> list[tuple[tuple[Factor, ...], tuple[Factor, ...]]]:
+    """Return the factors of a dim under two views: one by one if their sizes are equal."""
+    if [factor.size for factor in first] != [factor.size for factor in second]:
+        return [(first, second)]
+    return [((a,), (b,)) for a, b in zip(first, second, strict=True)]
 
 
 def _is_whole(side: TensorView) -> bool:
@@ -331,17 +340,20 @@ def _substituted(
     for dim in outer.dims:
         factors: list[Factor] = []
         for factor in dim:
-            read = parts.get(factor.axis)
-            if read is None:  # a single index, which gets an axis of its own
+            read = parts.get(factor.axis, ())
+            if not read:  # a single index, which gets an axis of its own
                 factors.append(factor._replace(axis=axes))
                 axes += 1
             elif factor.length == factor.size:
                 factors += read
-            elif len(read) == 1:
-                start = factor.start + read[0].start
-                factors.append(Factor(read[0].axis, factor.size, start, read[0].length))
             else:
-                return None
+                # A slice of several factors: the major one takes its start.
+                first, *minor = read
+                width = prod(f.size for f in minor) or 1
+                size, start = -(-factor.size // width), factor.start // width + first.start
+                if factor.start % width or (factors and factor.size % width):
+                    return None
+                factors += [Factor(first.axis, size, start, first.length), *minor]
         dims.append(tuple(factors))
     return TensorView(tuple(dims))
 

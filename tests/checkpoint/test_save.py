@@ -266,7 +266,7 @@ def test_what_cannot_be_saved(tmp_path, state, problem):
 def test_a_finished_save_is_kept_unless_overwriting(tmp_path):
     save_sharded({"a": torch.ones(3)}, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(OutputExistsError, match=r"holds a finished save; .* overwrite=True"):
+    with pytest.raises(OutputExistsError, match=r"contains a finished save; .* overwrite=True"):
         save_sharded({"a": torch.zeros(3)}, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "notes.txt").write_text("mine")

@@ -15,6 +15,7 @@ from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.compare.inspect import inspect_checkpoint, other_text
 from shardspec.cli.main import cli
+from shardspec.cli.output import say_parts
 from tests.checkpoint.formats.megatron_files import core, write
 from tests.checkpoint.handmade import handmade, sample
 
@@ -283,6 +284,16 @@ def test_what_is_printed_fits_the_terminal(tmp_path, columns, full):
         assert [row[0] for row in rows] == ["optim.state.a.exp_avg", "optim.state.b.exp_avg"]
     else:
         assert [row[:3] for row in rows] == [["exp_avg", "2", "6"]]
+
+
+def test_a_line_is_printed_before_later_ones_are_made(capsys):
+    def lines():
+        yield "first"
+        assert capsys.readouterr().out == "first\n"
+        yield "second"
+
+    say_parts(lines())
+    assert capsys.readouterr().out == "second\n"
 
 
 def test_rows_of_many_tensors_are_cut_unless_all_are_wanted(tmp_path):

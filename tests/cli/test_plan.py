@@ -163,9 +163,7 @@ def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
     assert f"shared-bus model; axes 0,1 {inside}; " in notes(bus)
     refused = run("[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch")
     assert refused.exit_code == 2
-    assert (
-        "the nodes of mesh 2x9 are unknown: ids 0 to 17 are not in one node of 8" in refused.stderr
-    )
+    assert "mesh 2x9 has ids 0 to 17, but a node of a100-nvswitch has 8 devices" in refused.stderr
 
 
 def test_a_scalar_has_nothing_to_convert():
