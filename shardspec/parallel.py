@@ -34,7 +34,7 @@ OutputFn: TypeAlias = Callable[..., Any]
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | PartitionFn | None = None,
     input_fn: InputFn | None = None,
     output_fn: OutputFn | None = None,
@@ -95,7 +95,8 @@ def distribute_module(
         rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
-    with communicator_of(checked_mesh(device_mesh)).telling():
+    device_mesh = checked_mesh(device_mesh)
+    with communicator_of(device_mesh).telling():
         before, after = _hooks(input_fn, output_fn, device_mesh)
         if rules is not None and partition_fn is not None:
             raise LayoutError("give either rules or a partition_fn: both say how to shard")

@@ -46,6 +46,8 @@ def is_own_spec(spec: SpecLike) -> TypeGuard[OwnSpec]:
 
 def checked_mesh(mesh: object) -> DeviceMesh:
     """Return the mesh; raises `LayoutError` if it is not shardspec's `DeviceMesh`."""
+    if mesh is None:
+        raise LayoutError("no mesh: give device_mesh, such as DeviceMesh(range(4), (2, 2))")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
         name = "torch DeviceMesh" if kind.__module__.startswith("torch.") else kind.__name__

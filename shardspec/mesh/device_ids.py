@@ -35,6 +35,7 @@ class TorchArguments(TypedDict, total=False):
     device_type: str | None
     mesh: Ids | None
     mesh_dim_names: Sequence[str] | None
+    backend_override: None
 
 
 SECONDS: Final = (1e-100, 1e9)
@@ -171,6 +172,10 @@ def grid_of(
     """
     if unknown := arguments.keys() - TorchArguments.__annotations__.keys():
         raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
+    if arguments.get("backend_override") is not None:
+        raise MeshError(
+            "backend_override: make torch's mesh with it, and give that to DeviceMesh.from_torch"
+        )
     device_type, mesh = arguments.get("device_type"), arguments.get("mesh")
     if isinstance(physical_mesh_id, str):
         torch_ids = [ids for ids in (mesh_shape, mesh) if ids is not None]
