@@ -254,7 +254,7 @@ def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...],
     try:
         root = json.loads(read_input_file(path, MAX_JSON_BYTES))
         if (root["format"], root["version"]) != ("shardspec profile", 1):
-            raise ProfileError(f"format is {shown(root['format'])}")
+            raise ProfileError(f"unsupported format {shown(root['format'])}")
         return _parse_earlier(root)
     except ShardSpecError as error:
         why = str(error).removeprefix(f"{path}: ")

@@ -70,7 +70,7 @@ def link_between(preset: LinkPreset) -> Link | None:
     try:
         link = link_preset(joining).link
     except MeshError as error:
-        raise ProfileError(f"{preset.name}: between: {error}") from None
+        raise ProfileError(f"{preset.name}: the link between hosts is wrong: {error}") from None
     if link.port is None:
         raise ProfileError(f"{preset.name}: between={joining} does not join hosts; name another")
     return link

@@ -368,7 +368,7 @@ class DeviceMesh:
         try:
             made = TorchMesh.from_group(group, device_type, mesh, mesh_dim_names=mesh_dim_names)
         except (TypeError, ValueError, RuntimeError) as error:  # of torch
-            raise MeshError(f"from_group: {str(error).splitlines()[0]}") from None
+            raise MeshError(f"from_group failed: {str(error).splitlines()[0]}") from None
         return cls.from_torch(made)
 
     def to_torch(self, device_type: str | None = None) -> "TorchMesh":

@@ -189,7 +189,7 @@ def shard_of(
     try:
         check_dense(shard)
     except LayoutError as error:
-        raise LayoutError(f"{label}: {error}") from None
+        raise LayoutError(f"{label} cannot be used: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give these")
     if not has_memory(shard):

@@ -105,7 +105,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
             f"device {shown(device)} is not in the plan, whose devices are {id_list(plan.devices)}"
         )
     if plan.devices[-1] >= 2**32:
-        raise LayoutError(f"device id {plan.devices[-1]} does not fit the 32 bits of a row")
+        raise LayoutError(f"device id {plan.devices[-1]} is too large for rows; use less than 2^32")
     for move in plan.moves:
         if move.source.dtype != move.target.dtype:
             raise LayoutError(

@@ -202,7 +202,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
         problem = f"has no readable {_CONFIG} beside it, which states the scale; copy it there"
         config = {}
     elif config.get("peft_type") != "LORA":
-        problem = f"is an adapter of peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
+        problem = f"has peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
     elif _CHANGES_BASE.fullmatch(str(config.get("init_lora_weights"))):
         start = shown(config["init_lora_weights"])
         problem = f"starts from a base changed by init_lora_weights={start}; convert it with PEFT"
@@ -211,7 +211,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
     elif odd := [key for key, kind in _KINDS.items() if not isinstance(config.get(key), kind)]:
         problem = f"has {odd[0]}={shown(config[odd[0]])} in {_CONFIG}; correct it"
     if problem:
-        raise CheckpointError(f"{adapter.directory}: {problem}")
+        raise CheckpointError(f"{adapter.directory}: cannot merge this adapter: it {problem}")
     return config
 
 

@@ -308,7 +308,8 @@ def written_format(name: str, way: Way) -> Format:
         refusal = "is not for whole tensors" if way == "merged" else "is not for shards"
         problem = f"the format {name!r} {refusal if format.writes else 'is only read'}"
         problem += f"; {format.instead}" if format.instead else ""
-    raise CheckpointError(f"{problem}; choose one of {', '.join(written_names(way))}")
+    names = ", ".join(written_names(way))
+    raise CheckpointError(f"cannot write this output: {problem}; choose one of {names}")
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:

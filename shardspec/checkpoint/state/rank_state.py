@@ -106,7 +106,7 @@ def _shards_of(
         try:
             layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
         except DTypeError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from None
+            raise CheckpointError(f"tensor {name!r} cannot be saved: {error}") from None
         return dict.fromkeys(communicator.addressable, value), layout
     larger = on_larger_mesh(value.layout, mesh)
     if larger is None or not set(communicator.addressable) <= value.shards.keys():

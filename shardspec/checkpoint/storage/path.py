@@ -305,8 +305,8 @@ def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
     """Raise a `CheckpointError` if a file of this name cannot be written."""
     if path.taken() and not overwrite:
         raise output_exists(path)
-    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
-        raise CheckpointError(f"{path}: {problem}")
+    if problem := "it is a directory; name a file" if path.is_dir() else path.refusal():
+        raise CheckpointError(f"{path}: this file cannot be written: {problem}")
 
 
 def is_temporary(name: str) -> bool:
