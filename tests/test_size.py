@@ -13,19 +13,19 @@ ROOT = Path(__file__).parent.parent
 # `cli`: bars after a second, and help that fits narrow terminals; `resharding`: digests read again.
 # `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
-    "shardspec": (45829, 183),  # 57 lines of worked examples
+    "shardspec": (45877, 183),  # 57 lines of worked examples
     "shardspec/checkpoint": (19444, 72),
     "shardspec/cli": (3590, 13),
     "shardspec/comm": (4292, 20),
     "shardspec/explorer": (229, 1),
-    "shardspec/families": (1974, 9),
+    "shardspec/families": (2022, 9),  # ties of multimodal heads, second names of keys
     "shardspec/interop": (669, 4),
     "shardspec/layout": (4847, 18),
     "shardspec/mesh": (1116, 5),
     "shardspec/profiling": (378, 3),
     "shardspec/resharding": (4681, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3317, 16),
-    "tests": (56654, 352),  # 98 lines hold the rules of plain English
+    "tests": (56812, 352),  # 98 lines hold the rules of plain English
 }
 
 
