@@ -87,7 +87,7 @@ def verify_command(
     chosen = any(choice.values()) or maps.map is not None or maps.model is not None
     refuse_if(
         chosen and digests is None,
-        "patterns, --map and --model choose what is compared with --digests; give it too",
+        "patterns, --map and --model choose tensors to compare with --digests; give --digests too",
     )
     expected = None if digests is None else read_digests(digests)
     every |= as_json
@@ -372,7 +372,7 @@ def digest_command(
 
     refuse_if(len(checkpoints) > 1 and not add, "give one CKPT, or --add for files of digests")
     chosen = any(choice.values()) or maps.map is not None or maps.model is not None or seed
-    refuse_if(add and bool(chosen), "--add takes files as they are; choose names when you digest")
+    refuse_if(add and bool(chosen), "--add takes no names; give them to make the files")
     place = None if output is None else storage_path(output)
     if place is not None:
         check_digests_file(place, None, overwrite=overwrite)

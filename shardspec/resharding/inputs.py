@@ -191,7 +191,7 @@ def shard_of(
     except LayoutError as error:
         raise LayoutError(f"{label}: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give those")
+        raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give these")
     if not has_memory(shard):
         raise LayoutError(
             f"the shard of {label} on device {device} has no memory: it is on the meta device, or "
@@ -295,7 +295,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
         having = {peer: dicts[data] for peer, data in pickled.items() if new in dicts[data]}
         if not having:
             raise LayoutError(
-                f"the value {name!r}, which the plan carries, is missing from the state dict"
+                f"the value {name!r}, which the plan copies, is missing from the state dict"
             )
         first = min(having)
         values[new] = having[first][new]

@@ -64,8 +64,8 @@ class MapReport:
         if self.unused:
             names = first_of([*map(shown, self.unused)], _SHOWN)
             faults.append(
-                f"the map has no use for {names}, in whole or in part; take a map that has, or "
-                "leave tensors behind by name with "
+                f"the map does not use {names}, or not all of it; correct the map, or drop tensors "
+                "by name with "
             )
         if faults:
             raise LayoutError("; ".join(faults), *[Argument("drop")] * bool(self.unused))

@@ -38,12 +38,12 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 
 
 def communicator_for(
-    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
+    communicator: Communicator | None, mesh: DeviceMesh | None, needs_shards: str = ""
 ) -> Communicator:
     """Return `communicator`, or by default that of the running job for this mesh.
 
-    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
-    mesh if the caller `needs_shards`.
+    Raises `LayoutError` if it is for another mesh or there is no mesh, and `CommunicatorError` on a
+    rank outside the mesh if the caller `needs_shards`.
     """
     mesh = checked_mesh(mesh)
     chosen = communicator_of(mesh) if communicator is None else communicator

@@ -57,7 +57,7 @@ def test_what_does_not_go_together(tmp_path):
     for args, code, problem in [
         ([], 2, "give either --mesh, with rules, or --like"),
         (["--mesh", "2", "--like", ckpt], 2, "give either --mesh, with rules, or --like"),
-        (["--like", ckpt, "--rule", "w", "[R,R]"], 2, "leave out --rules and --rule"),
+        (["--like", ckpt, "--rule", "w", "[R,R]"], 2, "omit --rules and --rule"),
         (["--mesh", "2", "--rule", "w", "[S0,"], 2, "[S0,"),
         (["--mesh", "2", "--rule", "v", "[S0]"], 2, "rule 'v' matches no tensor"),
         (["--mesh", "2", "--rules", tmp_path / "none"], 3, "cannot be read"),

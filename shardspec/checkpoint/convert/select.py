@@ -119,9 +119,8 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if `drop` is used without a name map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} can only be dropped with a map of names (",
             Argument("drop"),
-            "); exclude it instead",
+            f" is only for maps of names; exclude {shown(choice.drop)} instead",
         )
 
 
@@ -427,8 +426,8 @@ class MappedCatalog(DerivedCatalog):
             dtype = self._dtypes.setdefault(equation.target, outline.dtype)
             if dtype != outline.dtype:
                 raise LayoutError(
-                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, which "
-                    f"is {equation.source!r}; cast one of them first"
+                    f"the map makes {equation.target!r} from tensors of {dtype} and of "
+                    f"{outline.dtype} ({equation.source!r}); cast one of them first"
                 )
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)

@@ -131,7 +131,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
         remedy = "save the plain tensors that it is made of"
     if remedy:
         raise CheckpointError(
-            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, no plain "
+            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, not a plain "
             f"dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
         )
 
