@@ -1,4 +1,4 @@
-"""Carries out a plan for a state dict: copies every box to its new device."""
+"""Runs a plan for a state dict: copies every box to the device that needs it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -137,7 +137,7 @@ def _run_in_job(
 
 @contextmanager
 def _marking(inputs: Inputs, why: str) -> Iterator[None]:
-    """Mark the DTensors of `out` as unusable if an error leaves them half filled."""
+    """Mark the DTensors of `out` as unusable if an error in the block leaves them half filled."""
     try:
         yield
     except BaseException as error:
@@ -148,7 +148,7 @@ def _marking(inputs: Inputs, why: str) -> Iterator[None]:
 
 
 def _device_type(inputs: DeviceInputs) -> str:
-    """Return "cuda" or "cpu", on which all shards of this rank are; "" if it has none."""
+    """Return the device type of all shards of this rank, "cuda" or "cpu"; "" if it has none."""
     names: dict[str, str] = {}
     for shards, label in ((inputs.source, "{!r}"), (inputs.out, "out[{!r}]")):
         for name, shard in shards.items():

@@ -40,7 +40,7 @@ K = TypeVar("K")
 State: TypeAlias = Mapping[str, object]
 
 _MAX_WORK: Final = 100_000
-"""Steps of the search for a byte that two strided arrays share; a longer search counts as a hit."""
+"""Maximum steps to find a byte that two strided arrays share; after these they count as sharing."""
 
 
 class DeviceInputs(NamedTuple):
@@ -53,7 +53,7 @@ class DeviceInputs(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """The checks of one rank, as sent to the others: its error, or facts that they compare."""
+    """The message of one rank to the others after its checks: an error, or facts to compare."""
 
     failure: Failure | None
     """The error, if a check failed; the other fields are then empty."""
@@ -219,7 +219,7 @@ def _shared(
     read: Mapping[int, Mapping[str, torch.Tensor]],
     filled: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names in `out` of one tensor; LayoutError if memory overlaps otherwise."""
+    """Return pairs of names in `out` of the same tensor; LayoutError for other shared memory."""
     layouts = {move.target_name: move.target for move in plan.moves}
     shared: set[tuple[str, str]] = set()
     flat_read, flat_filled = (
@@ -271,7 +271,7 @@ def unequal_pair(
 
 
 def check_equal(pair: tuple[str, str] | None) -> None:
-    """Raise LayoutError if there is a pair: one tensor of `out` would get two values."""
+    """Raise LayoutError for a pair of names of one tensor in `out` that would get two values."""
     if pair is not None:
         raise LayoutError(
             f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory, but differ in the source; give "
@@ -492,7 +492,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if two ranks' layouts of a name do not contradict: equal, or disjoint meshes."""
+    """Return True if two ranks' layouts of a tensor are equal, or on disjoint meshes."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

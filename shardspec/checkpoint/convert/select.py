@@ -345,7 +345,7 @@ def mapped(
 
 
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a view of the selected tensors under a map's names, and the options still to apply.
+    """Return the selected tensors under a map's names, and the options not applied yet.
 
     Raises LayoutError as `mapped` does, and if `drop` is given without a map.
     """
@@ -361,7 +361,7 @@ def through(
     dropped: Mapping[str, Shape],
     extras: Mapping[str, object],
 ) -> Catalog:
-    """Return a view of a checkpoint under several maps in turn, without the `dropped` tensors."""
+    """Apply name maps one after the other to a checkpoint, without the `dropped` tensors."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.facts.dropped)

@@ -58,7 +58,7 @@ def read_torch(
 
 
 class _DTensors:
-    """Makes the DTensors of one file; a mesh of many DTensors is read once."""
+    """Decodes the DTensors in one file; a mesh that many of them share is read once."""
 
     def __init__(self, archive: TorchZip, rank: int | None) -> None:
         self._archive = archive

@@ -77,7 +77,7 @@ class TorchTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensor:
-    """A tensor or storage of an unsupported kind."""
+    """A placeholder for a tensor or storage of an unsupported kind; `why` says what it is."""
 
     why: str
     traits: tuple[object, ...] = ()
@@ -166,7 +166,7 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
 
 
 def storage_of(value: object) -> TorchStorage | UnreadTensor:
-    """Return the storage of a persistent id."""
+    """Return the storage to which a persistent id in a pickle refers."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
