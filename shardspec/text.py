@@ -1,4 +1,4 @@
-"""Sizes, times and tables as text, and text that is safe to print.
+"""Formats sizes, times and tables as text, and makes text safe to print.
 
 >>> bytes_text(1536), rate_text(1.25e9), seconds_text(25e-6), counted(2, "box", "boxes")
 ('1.5 KiB', '1.25 GB/s', '25 µs', '2 boxes')
@@ -143,7 +143,7 @@ def html_table(
 ) -> str:
     """Return an HTML table for notebooks; the first cell of a row is its name.
 
-    `shades` are 0 to 1, one list per row, one number per further cell.
+    `shades` has a list per row, with a darkness from 0 to 1 for each cell but the first.
 
     >>> html_table("sizes", ["name"], [["w"]])
     '<table><caption>sizes</caption><tr><th>name</th></tr><tr><th>w</th></tr></table>'
@@ -250,7 +250,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fitted(text: str, width: int, most: int) -> str:
-    """Return a text in at most `most` lines of a terminal, wrapped at blanks where that is enough.
+    """Return a text in at most `most` lines of a terminal: wrapped, or if too long, shortened.
 
     >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 3).splitlines()
     ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']

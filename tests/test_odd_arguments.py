@@ -137,10 +137,10 @@ def test_questions_of_odd_types(ask):
 
 def test_specs_of_more_dims_than_are_planned_for():
     layout = Layout(MESH, ShardingSpec(65, {0: [0]}), (2,) * 60 + (1,) * 5, "f32")
-    with pytest.raises(LayoutError, match="for tensors of up to 64 dims, but these are 2 axes and"):
+    with pytest.raises(LayoutError, match="for 2 mesh axes and 65 dims"):
         LayoutConverter().plan(layout, ShardingSpec(65))
     wide = Layout(DeviceMesh([0], (1,) * 33), "[S0]", (4,), "f32")
-    with pytest.raises(LayoutError, match="up to 32 mesh axes"):
+    with pytest.raises(LayoutError, match="at most 32 axes"):
         LayoutConverter().plan(wide, "[R]")
 
 

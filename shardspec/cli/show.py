@@ -137,7 +137,7 @@ def _layouts(
     devices: DeviceMesh | None,
     dtype: str,
 ) -> Mapping[str, Layout]:
-    """Return the layouts of a model: under a named layout, of a checkpoint, or by rules."""
+    """Return the layouts of a model: by a named layout, by rules, or as in a checkpoint."""
     from shardspec.checkpoint.catalog import OutputTensor
     from shardspec.checkpoint.convert.layout import layouts_by_rules, layouts_like
     from shardspec.checkpoint.open import open_checkpoint
@@ -175,13 +175,13 @@ def _move(
             if text is not None and not Path(text).exists():
                 names = replace(names, config=padded_config(names.config, parse_layout(text)))
     presets = links.names if links is not None else ()
-    refuse_if(links is not None and not presets, "--links of a move are names of presets")
+    refuse_if(links is not None and not presets, "--links with --to takes names of presets only")
     cluster = presets[0] if len(presets) == 1 else presets or None
     return plan_reshard(source, target, names=names, links=cluster)
 
 
 def _paint() -> Paint:
-    """Return a function that colors a piece of a cell in the colors that this terminal has.
+    """Return a function that colors the text of a box, with the colors of this terminal.
 
     Click removes them if stdout is not a terminal.
     """

@@ -95,8 +95,8 @@ class Notes:
         """Let this thread convert; raises `CommunicatorError` while another thread converts."""
         if os.getpid() != self.job.pid:
             raise CommunicatorError(
-                f"this process is a forked child of rank {self.rank} and no rank of the job, so "
-                "no rank would answer it; convert in the rank itself"
+                f"this process is a forked child of rank {self.rank}, not a rank of the job; "
+                "convert in the rank itself"
             )
         if self.is_mine:
             yield
@@ -117,8 +117,8 @@ class Notes:
                 # Notes of the refused thread may have reached other ranks instead.
                 raise on_all_ranks(
                     CommunicatorError(
-                        "another thread of this process has come to convert meanwhile, so results "
-                        "may belong to the other one; convert in one thread at a time"
+                        "two threads of this process converted at the same time, so their results "
+                        "may be mixed up; convert in one thread at a time"
                     )
                 )
         finally:

@@ -439,7 +439,7 @@ class TensorPlan(NamedTuple):
         elif style in ("embedding_rowwise", "grouped_gemm"):
             cut = 0
         elif style and style not in _REPLICATED:
-            raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")
+            raise LayoutError(f"{name!r}: transformers' style {shown(style)} is not supported")
         if cut is None or self.ranks == 1:
             return ShardingSpec(dims)
         size = shape[cut]

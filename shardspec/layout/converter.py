@@ -154,7 +154,7 @@ class LayoutConverter:
                 f"{source}"
             )
         if states_of(source) > graph.MAX_STATES:
-            raise too_many("alternatives are", source, "ask for the plan alone")
+            raise too_many("alternatives", source, "ask for the plan alone")
         prices, move = prices_to_search(source, best.model, max_bytes, goal)
         goals = prices.state(source), prices.state(goal)
         plans = {_moved(best): best}

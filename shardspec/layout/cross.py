@@ -183,8 +183,8 @@ def _boxes_seconds(
     pieces = count_pieces(have, want)
     if pieces > _MAX_PIECES:
         raise LayoutError(
-            f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
-            f"to {_MAX_PIECES:,} are planned: use the same spec on both, or fewer devices"
+            f"a conversion between these meshes would send {pieces:,} pieces, more than "
+            f"{_MAX_PIECES:,}; use the same spec on both, or fewer devices"
         )
     link, distance = (
         _pair_link(meshes, model),

@@ -165,8 +165,8 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
     """
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
-            f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
-            f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
+            f"cannot plan conversions for {num_axes} mesh axes and {dims} dims; use at most "
+            f"{_MAX_AXES} axes and {_MAX_DIMS} dims"
         )
     # p axes stay pending; k of the others, in order, are distributed over the dims.
     return sum(

@@ -52,8 +52,8 @@ def checked_mesh(mesh: object) -> DeviceMesh:
         kind = type(mesh)
         name = "torch DeviceMesh" if kind.__module__.startswith("torch.") else kind.__name__
         raise LayoutError(
-            f"the mesh is a {name}; give a DeviceMesh of shardspec: DeviceMesh.from_torch takes "
-            "torch's"
+            f"the mesh is a {name}; give a DeviceMesh of shardspec, as by "
+            "DeviceMesh.from_torch(mesh)"
         )
     return mesh
 
@@ -305,8 +305,8 @@ def _checked(
         for part in cut.parts:
             if part.shares and devices % part.shares:
                 raise LayoutError(
-                    f"spec {spec}: part {part} of dim {dim} has {part.shares} shares for {devices} "
-                    "devices; give a divisor of their number"
+                    f"spec {spec}: part {part} of dim {dim} has {part.shares} shares, which do not "
+                    f"divide {devices} devices; give a divisor"
                 )
     for partial in resolved.partials:
         _check_reducible(partial.op, dtype)

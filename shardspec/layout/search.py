@@ -83,21 +83,21 @@ def _moves_on_mesh(
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
-    raise too_many("max_bytes is", source, "omit it")
+    raise too_many("max_bytes", source, "omit it")
 
 
 def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
     return LayoutError(
-        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(least)}"
+        f"every plan from {source.spec} to {target.spec} needs more than {max_bytes} bytes on a "
+        f"device; give at least {int(least)}"
     )
 
 
-def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
+def too_many(what: str, source: Layout, remedy: str) -> LayoutError:
     """Return the error of a search that needs all layouts at once, if they are too many."""
     return LayoutError(
-        f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
-        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
+        f"{what}: {states_of(source)} layouts (mesh {source.mesh}, {source.spec.dims} dims) are "
+        f"too many for this search, whose limit is {graph.MAX_STATES}; {remedy}"
     )
 
 

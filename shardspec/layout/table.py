@@ -170,13 +170,13 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
     """
     if prod(tensor.global_shape) * item_bytes(tensor.dtype) > _MAX_BYTES:
         raise LayoutError(
-            f"prices of all conversions count bytes in 64 bits, so they are for tensors of up to "
-            f"2^58 bytes, not for {list(tensor.global_shape)} {tensor.dtype}; ask for single costs"
+            f"{list(tensor.global_shape)} {tensor.dtype} has more than 2^58 bytes, too many for a "
+            "table; ask for single costs"
         )
     prices, count = prices_of(tensor, model, _MAX_WORK), states_of(tensor)
     if not prices.routed:
         raise LayoutError(
-            f"prices between {count:,} layouts on the {tensor.mesh.size()} devices of mesh "
+            f"a table of {count:,} layouts on the {tensor.mesh.size()} devices of mesh "
             f"{tensor.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
             "ask for single costs"
         )
@@ -282,8 +282,8 @@ def pair_costs(
     if wrong.any():
         edge = int(wrong.argmax())
         raise LayoutError(
-            f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
-            "need one shape and dtype"
+            f"pair {edge} is of two tensors: {sources[edge]} and {targets[edge]}; give both the "
+            "same shape and dtype"
         )
     pairs, at = _numbered(source_index * len(layouts) + target_index)
     source_index, target_index = np.divmod(pairs, len(layouts))

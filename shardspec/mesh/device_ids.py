@@ -1,4 +1,4 @@
-"""Checks of the arguments of meshes: numbers, device ids, axes, names and links.
+"""Checks the arguments of meshes: numbers, device ids, axes, names and links.
 
 >>> grid_of([[0, 1], [2, 3]], None, None, {})
 ((0, 1, 2, 3), (2, 2), None)
@@ -47,7 +47,7 @@ _MAX_DEPTH: Final = 64
 
 
 def whole_number(value: Any) -> int | None:  # noqa: ANN401  # any argument
-    """Return an integer of any type as an int; None for other values, such as 3.0 or True."""
+    """Return an integer of any integer type as an int; None for others, such as 3.0 or True."""
     if isinstance(value, bool):
         return None
     try:
@@ -72,7 +72,7 @@ def seconds(value: Any) -> float | None:  # noqa: ANN401
 
 
 def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
-    """Return a limit in bytes as an int, None for None; raises `LayoutError` for other values."""
+    """Return a limit in bytes as an int, or None for no limit; raises `LayoutError` for others."""
     number = whole_number(value)
     if isinstance(value, float) and value.is_integer():
         number = int(value)

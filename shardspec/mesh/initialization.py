@@ -1,4 +1,4 @@
-"""Creation of a mesh over all ranks of the job, as in `torch.distributed`."""
+"""Creates a mesh of all ranks of the job, as `init_device_mesh` of torch does."""
 
 import operator
 from collections.abc import Sequence

@@ -152,8 +152,8 @@ class TensorDigest:
     def __add__(self, other: "TensorDigest") -> "TensorDigest":
         if (self.dtype, self.shape, self.seed) != (other.dtype, other.shape, other.seed):
             raise LayoutError(
-                f"digests of {self._kind()} and of {other._kind()} do not add up; digest parts of "
-                "one tensor with one seed"
+                f"digests of {self._kind()} and of {other._kind()} cannot be added; digest parts "
+                "of one tensor with one seed"
             )
         return self._plus(other.sums)
 
@@ -213,8 +213,7 @@ class Digests(Mapping[str, TensorDigest]):
         for name, digest in tensors.items():
             if digest.seed != seed:
                 raise LayoutError(
-                    f"the digest of {name!r} has seed {digest.seed}, the others {seed}; digest all "
-                    "with one"
+                    f"the digest of {name!r} has seed {digest.seed}, others have {seed}; use one"
                 )
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
         self.seed = seed
@@ -235,7 +234,7 @@ class Digests(Mapping[str, TensorDigest]):
         """Add digests of other tensors, or of other boxes of the same tensors."""
         if self.seed != other.seed:
             raise CheckpointError(
-                f"digests with seed {self.seed} and {other.seed} do not add up; digest all with one"
+                f"digests with seeds {self.seed} and {other.seed} cannot be added; use one seed"
             )
         total = {**self, **other}
         for name in [name for name in self if name in other]:  # a set has no fixed order
@@ -253,8 +252,8 @@ class Digests(Mapping[str, TensorDigest]):
         for name, digest in self.items():
             if not digest.complete:
                 raise CheckpointError(
-                    f"the parts of {shown(name)} leave gaps or overlap; add up those of boxes that "
-                    "tile the tensor"
+                    f"the digested boxes of {shown(name)} leave gaps or overlap; add digests of "
+                    "boxes that tile the tensor"
                 )
         return self
 
@@ -273,7 +272,7 @@ class Digests(Mapping[str, TensorDigest]):
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
-                "digest both with one"
+                "use one seed"
             )
         lines = []
         for name in sorted({*self, *other}):
@@ -312,7 +311,7 @@ class Digests(Mapping[str, TensorDigest]):
 
         if not isinstance(stored, dict) or stored.get("format") != DIGEST_FORMAT:
             other = stored.get("format") if isinstance(stored, dict) else stored
-            raise wrong(f"has format {shown(other)}, but digests of {DIGEST_FORMAT!r} are read")
+            raise wrong(f"has format {shown(other)}, but only {DIGEST_FORMAT!r} can be read")
         seed, entries = stored.get("seed"), stored.get("tensors")
         if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
             raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")

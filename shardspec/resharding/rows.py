@@ -142,7 +142,7 @@ class _Places:
             names = {_name(move, side) for move in plan.moves}
             if others := self._declared[side].keys() - names:
                 raise LayoutError(
-                    f"strides= declares {shown(sorted(others)[0])}, which is no {side} of the plan"
+                    f"strides= declares {shown(sorted(others)[0])}, but the plan's {side} lacks it"
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:

@@ -1,9 +1,9 @@
-"""Views such as ``"(g q d) c"``, which say which elements of two reshaped tensors are equal.
+"""Views: texts such as ``"(g q d) c"`` that split the dims of a tensor into named factors.
 
-This one reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and a view
-of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the source
-equals the element at these indices of the target. Equations express fusing, splitting, stacking,
-transposing and padding.
+This view splits dim 0 into the factors `g`, `q` and `d`, as in einops. A view of a source and a
+view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the
+source equals the element at these indices of the target. Equations express fusing, splitting,
+stacking, transposing and padding.
 
 An index of a dim is a weighted sum of indices of the view. So a box of a tensor is a few boxes of
 the view, and a box of the view is a strided part of a tensor.
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes of factors that indices lo to hi of a dim are: 2:8 of (2, 4) has two."""
+    """Split indices lo to hi of a dim into boxes of its factors: 2:8 of (2, 4) gives two boxes."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
@@ -297,7 +297,7 @@ def views_of(
 
 
 def composed(first: View, second: View) -> View | None:
-    """Return the equation from the source of `first` to the target of `second`; None if none fits.
+    """Join two equations into one from `first.source` to `second.target`; None if impossible.
 
     >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
     >>> composed(halves, identity_view((2,))) == halves
@@ -334,7 +334,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Return `outer`, its axes replaced by the factors that `inner` has there; None if none fit."""
+    """Replace the axes of `outer` by the factors of `inner`; None if the factors do not fit."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:

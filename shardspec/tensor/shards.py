@@ -224,7 +224,7 @@ def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return a layout in which every element is on one device: unused axes shard a dim too."""
+    """Return a layout in which every element is on one device, by sharding along all axes."""
     spec, shape = layout.spec, layout.global_shape
     spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]

@@ -355,8 +355,8 @@ REFUSALS = [
     "LayoutError: the tensor is on a torch mesh of shape (2, 2), but mesh 4 has shape (4,)",
     "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor needs one "
     "process per device; start the program with torchrun, or hand on to_global()",
-    "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
-    "[R,R|P0,Pavg1] has",
+    "LossyConversionError: torch has no tensor with several kinds of pending reductions, such as "
+    "[R,R|P0,Pavg1]",
     "LayoutError: axis 0 has split factor 1",
     "LossyConversionError: placement _NormP(2)",
     "LayoutError: 1 placement for a mesh of 2 axes (2x2); give one per axis",

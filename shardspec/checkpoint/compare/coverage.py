@@ -100,13 +100,16 @@ restore the missing file or save again
         return f"rank {stored.rank}'s box {box_text(stored.box)} in {stored.path}"
 
     for (box, addend), (first, *_) in same.items():
-        problem = ""
         if len(box) != len(full) or not contains(full, box) or any(lo >= hi for lo, hi in box):
-            problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
-        elif addend not in by_addend:
-            problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
-        if problem:
-            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: {text(first)} is empty or outside the tensor of shape "
+                f"{list(tensor.shape)}"
+            )
+        if addend not in by_addend:
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: {text(first)} is addend {list(addend)} of a pending "
+                f"reduction of {addends} addends"
+            )
         by_addend[addend].append(first)
     for addend, group in by_addend.items():
         flaw = find_flaw(tensor.shape, tuple(stored.box for stored in group))

@@ -227,7 +227,7 @@ def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]
         if match is None:
             if "lora_" in name:
                 raise CheckpointError(
-                    f"{adapter.directory}: {shown(own)} is of an unknown kind; merge it with PEFT"
+                    f"{adapter.directory}: {shown(own)} is of no known kind; merge it with PEFT"
                 )
             saved[_SAVED.sub("", name)] = own
             continue

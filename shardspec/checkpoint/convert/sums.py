@@ -59,12 +59,16 @@ def check_weights(weights: Sequence[float] | None, checkpoints: int) -> tuple[fl
     with suppress(TypeError, ValueError, OverflowError):
         factors = tuple(map(float, weights))
     if not (factors and all(abs(factor) <= _LARGEST for factor in factors) and any(factors)):
-        problem = "are not all finite in float32, or are all zero; give other numbers"
-    elif len(factors) != checkpoints:
-        problem = f"are {len(factors)} for {counted(checkpoints, 'checkpoint')}; give one for each"
-    else:
-        return factors
-    raise CheckpointError(f"weights {shown(weights)} {problem}")
+        raise CheckpointError(
+            f"weights {shown(weights)} are not all finite in float32, or are all zero; give other "
+            "numbers"
+        )
+    if len(factors) != checkpoints:
+        raise CheckpointError(
+            f"weights {shown(weights)} are {len(factors)} for "
+            f"{counted(checkpoints, 'checkpoint')}; give one for each"
+        )
+    return factors
 
 
 def summed_source(
@@ -101,7 +105,7 @@ def summed_source(
             raise CheckpointError(
                 f"pattern {pattern!r} of ",
                 Argument("take_first"),
-                f" matches nothing of {first.directory}; leave it out",
+                f" matches nothing of {first.directory}; omit it",
             )
     summed, equal = {}, []
     why = quantized_in(first).why

@@ -111,7 +111,7 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
         raise CheckpointError(f"{where} is damaged: {error}; fetch the delta again") from None
     size: int = about.content_size
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise CheckpointError(f"{where} does not record its decompressed size; make it with one")
+        raise CheckpointError(f"{where} lacks its decompressed size; make the delta again")
     if about.window_size > _WINDOW_BYTES and about.window_size > size:
         raise CheckpointError(
             f"{where} has a window of {about.window_size} bytes, which is too large"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 
-NO_COPY: Final = "this plan quantizes, which no copy of bytes does; quantize before, and plan that"
+NO_COPY: Final = "this plan quantizes, so it is more than byte copies; quantize first, then plan"
 
 
 def stored_layouts(
