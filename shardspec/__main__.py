@@ -1,4 +1,4 @@
-"""``python -m shardspec``: the command line."""
+"""Runs the command line by ``python -m shardspec``."""
 
 from shardspec.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Arithmetic on boxes, the parts of a global tensor in a device or a file.
+"""Computes with boxes: shapes, intersections and splits of parts of a global tensor.
 
 A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar is ``()``. A box
 with ``lo == hi`` in some dim is empty.
@@ -41,10 +41,10 @@ def box_size(box: Box) -> int:
 
 
 def chunks(box: Box, max_elements: int) -> Iterator[Box]:
-    """Yield parts of a box with at most `max_elements` each, in row-major order.
+    """Split a box into parts of at most `max_elements`, in row-major order.
 
-    Each part is as long as the bound allows, and consists of full rows if a row fits. An empty box
-    has no parts.
+    Parts are as large as possible, and consist of full rows if a row fits. An empty box has no
+    parts.
 
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]

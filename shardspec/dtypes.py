@@ -1,7 +1,7 @@
-"""Element types as plain names, so that only `shardspec.tensor` needs torch's.
+"""Handles dtypes by name, so that planning does not import torch.
 
-A dtype is a string, torch's name for it (``"bfloat16"``). `dtype_name` also accepts short forms
-(``"bf16"``), names in safetensors files (``"BF16"``), and dtypes of torch and numpy.
+A dtype is torch's name for it as text, such as ``"bfloat16"``. `dtype_name` also accepts short
+forms (``"bf16"``), names in safetensors files (``"BF16"``), and dtypes of torch and numpy.
 
 >>> dtype_name("bf16"), item_bytes("bfloat16"), is_floating("bfloat16"), bits_type(2)
 ('bfloat16', 2, True, 'u2')
@@ -55,7 +55,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def item_bytes(name: str) -> int:
-    """Return the bytes per element."""
+    """Return the bytes of an element of a dtype."""
     return _DTYPES[name][0]
 
 
@@ -89,9 +89,9 @@ def from_safetensors(code: str) -> str:
 
 
 def keeps_dtype(name: str) -> bool:
-    """Return True if the tensor of this name is never cast: a bias that balances experts.
+    """Return True if a tensor with this name is never cast: a bias that balances experts.
 
-    Such biases are float32 and lose most of their values in 16 bits.
+    Such biases are float32, and 16 bits are too few for them.
 
     >>> keeps_dtype("model.layers.3.mlp.gate.e_score_correction_bias"), keeps_dtype("x.bias")
     (True, False)

@@ -19,7 +19,7 @@ _FRACTION: Final = re.compile(r"(?<![\w.])[0-9]+\.[0-9]+(?:[eE][-+]?[0-9]+)?(?![
 
 
 def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
-    """Return a descriptor for reading a regular file; raises `error` for other kinds."""
+    """Open a regular file and return its descriptor; raises `error` for pipes and devices."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer. A device might never end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ def read_input_file(path: PurePath, max_bytes: int) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the values of a TOML text; raises `ValueError` if it has none, or would take long.
+    """Parse TOML; raises `ValueError` for invalid text, or text that would take long to parse.
 
     The time and memory of `tomllib` grow with the square of the parts of a dotted key.
     """

@@ -1,4 +1,4 @@
-"""Shards the parameters and activations of modules by rules."""
+"""Shards the parameters and activations of torch modules by rules: `distribute_module`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ OutputFn: TypeAlias = Callable[..., Any]
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | PartitionFn | None = None,
     input_fn: InputFn | None = None,
     output_fn: OutputFn | None = None,
@@ -95,7 +95,8 @@ def distribute_module(
         rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
-    with communicator_of(checked_mesh(device_mesh)).telling():
+    device_mesh = checked_mesh(device_mesh)
+    with communicator_of(device_mesh).telling():
         before, after = _hooks(input_fn, output_fn, device_mesh)
         if rules is not None and partition_fn is not None:
             raise LayoutError("give either rules or a partition_fn: both say how to shard")
@@ -167,9 +168,9 @@ def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -
 
 
 def _takes(function: Callable[..., object], what: str, most: str, fewer: str) -> bool:
-    """Return True if a function takes the longer list of arguments, False if the shorter one.
+    """Return True if a function can be called with `most` arguments, False if with `fewer`.
 
-    Raises `LayoutError` if it takes neither.
+    Raises `LayoutError` if neither is possible.
     """
     signature = inspect.signature(function)
     for arguments in (most, fewer):
@@ -205,8 +206,8 @@ def inputs_as(spec: SpecLike) -> InputFn:
 def outputs_as(spec: SpecLike) -> OutputFn:
     """Return an `output_fn` that redistributes tensors to this spec and returns each rank's shard.
 
-    The gradient of a shard is that of its box; see `shardspec.tensor.dtensor`. If one process has
-    all shards, the function returns the DTensor.
+    The gradient of a shard is the gradient of its box; see `shardspec.tensor.dtensor`. If one
+    process has all shards, the function returns the DTensor.
 
     >>> mesh = DeviceMesh(range(2))
     >>> x = DTensor(torch.ones(4, 2), mesh, "[S0,R]")
@@ -289,7 +290,10 @@ def _for_dims(spec: SpecLike, dims: int) -> SpecLike:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Yield the name, owning dict, key and tensor of parameters and buffers; shared ones twice."""
+    """Yield (name, dict, key, tensor) of parameters and buffers: ``dict[key]`` is the tensor.
+
+    A tensor with two names is yielded twice.
+    """
     for prefix, owner in module.named_modules():
         for owned in (owner._parameters, owner._buffers):
             for own_name, tensor in owned.items():
@@ -311,8 +315,8 @@ def _specs(
         spec = specs.get(name, ShardingSpec(tensor.dim()))
         if spec.partials:
             raise LayoutError(
-                f"tensor {name!r} cannot be sharded as {matched[name]}: a parameter has no "
-                "reduction pending"
+                f"tensor {name!r} cannot be sharded as {matched[name]}; give a spec without "
+                "pending reductions"
             )
         other, first = shared.setdefault(id(tensor), (name, spec))
         if first != spec:

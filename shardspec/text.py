@@ -1,4 +1,4 @@
-"""Sizes, times and tables as text, and text that is safe to print.
+"""Formats sizes, times and tables as text, and makes text safe to print.
 
 >>> bytes_text(1536), rate_text(1.25e9), seconds_text(25e-6), counted(2, "box", "boxes")
 ('1.5 KiB', '1.25 GB/s', '25 µs', '2 boxes')
@@ -19,7 +19,7 @@ _WRAPPED_WIDTH: Final = 20
 _MIN_WIDTH: Final = 8
 """Width below which no text is shortened."""
 
-_DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
+_DIGITS: Final = re.compile(r"\d+", re.ASCII)
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -143,7 +143,7 @@ def html_table(
 ) -> str:
     """Return an HTML table for notebooks; the first cell of a row is its name.
 
-    `shades` are 0 to 1, one list per row, one number per further cell.
+    `shades` has a list per row, with a darkness from 0 to 1 for each cell but the first.
 
     >>> html_table("sizes", ["name"], [["w"]])
     '<table><caption>sizes</caption><tr><th>name</th></tr><tr><th>w</th></tr></table>'
@@ -209,13 +209,15 @@ def table_lines(
     def lines(row: Sequence[str]) -> Iterator[str]:
         parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
         for number, part in enumerate(parts):
-            row = [*("" if number else cell for cell in row)]
+            row = [*(("" for _ in row) if number else row)]
             row[flexible] = part
             cells = []
             for column in columns:
-                text = shortened(row[column], widths[column])
-                pad = " " * (widths[column] - _width(text))
-                cells.append(pad + text if column in numbers else text + pad)
+                text, width = row[column], widths[column]
+                if len(text) > width or not (text.isascii() and text.isprintable()):
+                    text = shortened(text, width)
+                    width += len(text) - _width(text)
+                cells.append(text.rjust(width) if column in numbers else text.ljust(width))
             yield "   ".join(cells).rstrip()
 
     rule = "─" * (sum(widths[column] for column in columns) + 3 * (len(columns) - 1))
@@ -248,7 +250,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fitted(text: str, width: int, most: int) -> str:
-    """Return a text in at most `most` lines of a terminal, wrapped at blanks where that is enough.
+    """Return a text in at most `most` lines of a terminal: wrapped, or if too long, shortened.
 
     >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 3).splitlines()
     ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']
@@ -309,10 +311,8 @@ def natural_order(names: Iterable[str]) -> list[str]:
     ['embed', 'layers.2.w', 'layers.10.w']
     """
 
-    def key(name: str) -> tuple[list[str | tuple[int, str]], str]:
-        parts = _DIGITS.split(name)
-        digits = (part.lstrip("0") for part in parts)
-        # Python reads no number of more than 4,300 digits.
-        return [(len(n), n) if at % 2 else parts[at] for at, n in enumerate(digits)], name
+    def by_length(digits: re.Match[str]) -> str:
+        number = digits[0].lstrip("0")
+        return f"\0{chr(len(number))}{number}"  # Python reads no number of more than 4,300 digits
 
-    return sorted(names, key=key)
+    return sorted(names, key=lambda name: (_DIGITS.sub(by_length, name), name))

@@ -49,7 +49,7 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "heading", "count"),
     [
-        ("from-torch", "in torch, and here", 23),
+        ("from-torch", "in torch, and here", 24),
         ("from-colossal-alpa", "in Colossal-AI, and here", 8),
     ],
 )

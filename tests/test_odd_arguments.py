@@ -137,17 +137,17 @@ def test_questions_of_odd_types(ask):
 
 def test_specs_of_more_dims_than_are_planned_for():
     layout = Layout(MESH, ShardingSpec(65, {0: [0]}), (2,) * 60 + (1,) * 5, "f32")
-    with pytest.raises(LayoutError, match="for tensors of up to 64 dims, but these are 2 axes and"):
+    with pytest.raises(LayoutError, match="for 2 mesh axes and 65 dims"):
         LayoutConverter().plan(layout, ShardingSpec(65))
     wide = Layout(DeviceMesh([0], (1,) * 33), "[S0]", (4,), "f32")
-    with pytest.raises(LayoutError, match="up to 32 mesh axes"):
+    with pytest.raises(LayoutError, match="at most 32 axes"):
         LayoutConverter().plan(wide, "[R]")
 
 
 def test_meshes_of_more_devices_than_conversions_between_meshes_are_planned_for():
     large = Layout(DeviceMesh(range(20_000), (20_000,)), "[S0]", (20_000,), "f32")
     small = Layout(DeviceMesh(range(2), (2,)), "[S0]", (20_000,), "f32")
-    with pytest.raises(LayoutError, match="would join 20,000 devices"):
+    with pytest.raises(LayoutError, match="20,000 devices is too large"):
         LayoutConverter().plan(large, small)
     a, b = (Layout(DeviceMesh(range(4096), s), "[S01]", (4096,), "f32") for s in [(64,) * 2] * 2)
     assert LayoutConverter().plan(a, b).steps == ()

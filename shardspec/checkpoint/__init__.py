@@ -1,1 +1,1 @@
-"""Saves, loads, inspects, merges and reshards checkpoints on disk; imports no torch to read."""
+"""Saves, loads, inspects, merges and reshards checkpoints on disk, mostly without torch."""

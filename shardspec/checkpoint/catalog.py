@@ -66,7 +66,10 @@ class Computed(Protocol):
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
     ) -> None:
-        """Write the part from byte `start` on into `room[at:]`, with the steps of a `BlockPart`."""
+        """Copy a part of the tensor, from byte `start` on, into `room[at:]`.
+
+        `steps` are (count, bytes between in the tensor, bytes between in `room`) for each dim.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A sum or other reduction of stored addends, of a partial axis or of several checkpoints."""
+    """A reduction of stored addends: over a partial mesh axis, or over several checkpoints."""
 
     op: ReduceOp
     addends: int
@@ -225,7 +228,7 @@ class CheckpointFacts:
     pickled: Mapping[str, Sequence[StoredTensor]] = field(default_factory=dict)
     """Tensors inside copied `objects`, which the catalog does not list separately."""
     restored: bool = False
-    """True if the format stores nesting and plain values."""
+    """True if the format stores plain values and the nesting of the state dict."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
     """Keys in the nested state dict, for names that differ from their key."""
     described_in: StoragePath | None = None
@@ -595,7 +598,7 @@ class Listing(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Entries of a checkpoint that are not tensors and go into the output."""
+    """Entries of a checkpoint, other than tensors, that are copied into the output."""
 
     names: frozenset[str]
     """Names in the checkpoint."""

@@ -145,7 +145,7 @@ def _reported(place: StoragePath) -> Iterator[None]:
 
 
 def _find(place: StoragePath, named: Newest | None = None, run: Format | None = None) -> _Place:
-    """Return the checkpoint at a path; `named` is set if the tracker of a `run` led to it."""
+    """Return the checkpoint at a path; `named` is set if a file like ``latest`` led to it."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot contain a NUL; check it")
     try:
@@ -214,7 +214,7 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return the checkpoint that a file is by itself, or whose files it lists as an index."""
+    """Return the checkpoint that consists of one file, or of the files that an index lists."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 

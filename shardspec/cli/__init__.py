@@ -1,1 +1,1 @@
-"""The command line: arguments in, one library call, text or JSON out."""
+"""The command line: parses arguments, makes one library call, prints text or JSON."""

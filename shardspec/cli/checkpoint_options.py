@@ -1,4 +1,4 @@
-"""Options of the commands that read checkpoints."""
+"""Defines the options of all commands that read checkpoints, such as ``--include``."""
 
 import re
 from collections import Counter
@@ -45,7 +45,7 @@ checkpoints_argument: Final = click.argument(
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """Options for facts about a checkpoint that its format does not record, such as --ranks."""
+    """Options that tell what the format of a checkpoint does not record, such as --ranks."""
 
     ranks: int | None
     source_rules: Path | None
@@ -99,7 +99,7 @@ class SumOptions:
             bool(more) and (self.weights is not None or len(checkpoints) > 1),
             "--plus and --minus change one CKPT; for a sum of several give --weights alone",
         )
-        refuse_if(not more and self.scale != 1, "--scale needs --plus or --minus; leave it out")
+        refuse_if(not more and self.scale != 1, "--scale needs --plus or --minus; omit it")
         return (*checkpoints, *more)
 
     def keywords(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ choice_options: Final = grouped(
 
 
 def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
-    """Return pattern to spec, in the order in which they apply; None if no rules were given."""
+    """Return pattern -> spec, in the order in which rules apply; None without any rules."""
     if len(rules) > 1:
         raise click.UsageError(
             "--rules is given twice; put the rules in one file, or add some by --rule"
@@ -203,7 +203,7 @@ def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[s
         refuse_if(
             count > 1,
             f"the pattern {shown(pattern)} has {count} rules, but only one applies; "
-            "leave the others out",
+            "omit the others",
         )
     return dict(pairs) or None
 
@@ -228,7 +228,7 @@ rule_options: Final = grouped(
 
 
 def read_rules(path: Path) -> dict[str, str]:
-    """Return the rules in a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``.
+    """Return the rules in a TOML file, whose lines are like ``"*.weight" = "[S0,R]"``.
 
     Raises `CheckpointError` if it cannot be read, or a rule is not a spec in quotes.
     """
@@ -247,7 +247,7 @@ def read_rules(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MapOptions:
-    """The map or the model by which the tensors of a checkpoint are renamed and reshaped."""
+    """Options of the map or model that renames and reshapes the tensors of a checkpoint."""
 
     map: Path | None
     drop: tuple[str, ...]
@@ -257,15 +257,15 @@ class MapOptions:
     drop_rows: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse options that contradict each other, before a checkpoint is opened."""
+        """Raise `click.UsageError` if options contradict each other."""
         alone = self.names is not None or self.fill_from is not None or self.drop_rows
         refuse_if(
             alone and (self.model is None or self.map is not None),
-            "--names, --fill-from and --drop-rows are of a model; give --model, without --map",
+            "--names, --fill-from and --drop-rows are for a model; give --model, without --map",
         )
         refuse_if(
             self.model is None and self.map is None and bool(self.drop),
-            "--drop is of a map or a model; give --map or --model, or use --exclude",
+            "--drop is for a map or a model; give --map or --model, or use --exclude",
         )
 
     def config(self, checkpoint: PurePath) -> Path:
@@ -277,8 +277,8 @@ class MapOptions:
     def read(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | NameMap | None":
         """Return the map or the model that renames a checkpoint's tensors; None without either.
 
-        A map may use sizes of the model's config. With `stacked`, names of Megatron-core are those
-        of its checkpoints, where a tensor stacks all layers.
+        A map may use sizes of the model's config. With `stacked`, Megatron-core's names are those
+        in its checkpoints, where one tensor has all layers.
         """
         if self.map is not None:
             from shardspec.resharding.name_map import NameMap
@@ -327,7 +327,7 @@ _NAMES: Final = (
     Option(
         "drop",
         "Names",
-        "Leave out tensors of CKPT whose names match, although the map or the model does not use "
+        "Skip tensors of CKPT whose names match, although the map or the model does not use "
         "them; may be given several times.",
         _SEVERAL,
     ),
@@ -373,15 +373,15 @@ def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
     """Raise `click.UsageError` if other options contradict ``--layout``."""
     refuse_if(
         maps.model is None or bool(rules) or maps.names is not None or maps.map is not None,
-        "--layout says how the model of --model is named and sharded; give --model, and leave "
-        "out --names, --map, --rules and --rule",
+        "--layout says how the model of --model is named and sharded; give --model, and omit "
+        "--names, --map, --rules and --rule",
     )
 
 
 def under_layout(
     layout: str, maps: MapOptions, source: "Catalog", mesh: "DeviceMesh | None"
 ) -> "tuple[ModelNames, dict[str, Layout]]":
-    """Return the names of the model's tensors under a layout, and how each is sharded."""
+    """Return the names that a layout gives to the model's tensors, and the layout of each."""
     from shardspec.checkpoint.convert.model_names import model_names
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
 

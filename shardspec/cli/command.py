@@ -1,4 +1,4 @@
-"""Commands of the command line: help under headings, common options, and removed options."""
+"""Extends click's commands: help under headings, common options, remedies for removed options."""
 
 import inspect
 import os
@@ -27,7 +27,7 @@ Heading: TypeAlias = Literal["Input", "Names", "Output", "Precision", "Running"]
 
 @dataclass(frozen=True)
 class Option:
-    """An option, defined once: a decorator of the commands that take it."""
+    """An option of the command line; a decorator adds it to each command that takes it."""
 
     name: str
     """The keyword argument of the command; by default the option is ``--name``."""
@@ -36,7 +36,7 @@ class Option:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `click.Option`."""
     words: tuple[str, ...] = ()
-    """The option as typed, if not ``--name``."""
+    """The option as users type it, if that is not ``--name``."""
 
     def __call__(self, run: Run) -> Run:
         """Add the option to a command."""
@@ -45,11 +45,11 @@ class Option:
         return click.option(*words, self.name, cls=_Option, heading=self.heading, **more)(run)
 
     def but(self, help: str = "", **changes: Any) -> "Option":  # noqa: ANN401
-        """Return the option with another help, or with other arguments of `click.Option`."""
+        """Return a copy of the option with other help or other arguments of `click.Option`."""
         return replace(self, help=help or self.help, more={**self.more, **changes})
 
     def under(self, heading: Heading) -> "Option":
-        """Return the option under another heading."""
+        """Return a copy of the option under another heading of the help."""
         return replace(self, heading=heading)
 
 
@@ -64,14 +64,14 @@ def unless(name: str, heading: Heading, help: str) -> Option:
 
 
 class _Option(click.Option):
-    """An option of click under a heading; the error for a removed value names a remedy."""
+    """An option of click with a heading; for a removed value it raises an error with a remedy."""
 
     def __init__(self, *words: Any, heading: Heading, **more: Any) -> None:  # noqa: ANN401
         super().__init__(*words, **more)
         self.heading = heading
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:  # noqa: ANN401
-        """Return the parsed value; refuse a removed one."""
+        """Return the parsed value; raises an error with a remedy for a removed value."""
         if isinstance(value, str) and not os.path.exists(value):
             refuse_removed(ctx, f"{self.opts[-1]} {value}")
         return super().type_cast_value(ctx, value)
@@ -87,7 +87,7 @@ def refuse_removed(ctx: click.Context, words: str) -> None:
 
 
 class CommandGroup(click.Group):
-    """A group of commands; the error for a removed command names a remedy."""
+    """A group of commands; for a removed command it raises an error with a remedy."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of a name, if there is one."""
@@ -97,7 +97,7 @@ class CommandGroup(click.Group):
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands, each with the whole first sentence of its help."""
+        """Write a list of the commands, each with the first sentence of its help."""
         rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.commands]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -125,7 +125,7 @@ COMMON: Final = (
 
 
 class Command(click.Command):
-    """A command whose help has headings, and ends with the examples of the docstring."""
+    """A command whose help groups options under headings and ends with examples."""
 
     def __init__(self, name: str | None, *, help: str, **more: Any) -> None:  # noqa: ANN401
         text, _, examples = inspect.cleandoc(help).partition("\n\nExamples:\n")
@@ -134,7 +134,7 @@ class Command(click.Command):
         super().__init__(name, help=text, epilog=epilog, **more)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, ``-q`` and ``-v`` among them."""
+        """Parse the arguments, including ``-q`` and ``-v``."""
         parser = self.make_parser(ctx)
         try:
             given, _, _ = parser.parse_args(list(args))
@@ -153,7 +153,7 @@ class Command(click.Command):
         return parser
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return ``--help``, which says where the options of all commands are explained."""
+        """Return the option ``--help``; its text refers to the options of all commands."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.help = "Show this message and exit; 'shardspec -h' has -q and -v too."
@@ -190,7 +190,7 @@ class Command(click.Command):
 def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> Decorator:
     """Return a decorator that adds options and passes them to the command as one argument.
 
-    The argument is what `made_of` returns; its parameters have the names of the options.
+    The command gets the result of `made_of`, whose parameters have the names of the options.
     """
     parameters = inspect.signature(made_of).parameters
 
@@ -211,7 +211,7 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 def refuse_if(wrong: bool, text: str) -> None:
-    """Raise `click.UsageError` with this text if options contradict each other."""
+    """Raise `click.UsageError` with this text if `wrong` is true."""
     if wrong:
         raise click.UsageError(text)
 
@@ -247,4 +247,4 @@ REMOVED: Final[Mapping[str, str]] = {
     "* --scale-rule": "scales are 448 · (1 / amax), as transformers has them",
     "* --sizes": "use --model config.json",
 }
-"""A pattern of what was typed after `shardspec`, and its remedy."""
+"""Pattern of a removed command or option -> its remedy."""

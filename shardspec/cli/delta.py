@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.deltas.make import Checksum
 
 _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
-"""The readers of deltas, and the checksum that each expects."""
+"""Reader of deltas -> the checksum that it expects."""
 
 
 @click.group(cls=CommandGroup)
@@ -30,13 +30,13 @@ def delta_command() -> None:
 @Option(
     "version",
     "Output",
-    "That of NEW.",
+    "Version of NEW.",
     {"type": click.IntRange(0, 999_999), "required": True},
 )
 @Option(
     "base_version",
     "Output",
-    "That of BASE; by default the one before.",
+    "Version of BASE; by default --version minus 1.",
     {"type": click.IntRange(0, 999_999)},
 )
 @Option(
@@ -120,8 +120,8 @@ def apply_command(
 ) -> None:
     """Write the checkpoint BASE with deltas applied in order; OUT appears when it is complete.
 
-    Versions must follow each other and checksums match. Of deltas that shardspec has written, BASE
-    must be the checkpoint that the first one was made from.
+    Versions must follow each other, and checksums must match. If shardspec wrote the deltas, BASE
+    must be the checkpoint from which the first one was made.
 
     Examples:
       shardspec delta apply model weight_v000001 weight_v000002 -o model_v2

@@ -191,10 +191,10 @@ def _overview(
     model, states = summary.apart()
     if only is None:
         run = [f"{k if k == 'iteration' else k.upper()} {n}" for k, n in summary.run.items()]
-        parameters, moments = model.elements, states.elements
+        (_, parameters, model_bytes), (_, moments, state_bytes) = model.total(), states.total()
         facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
         facts += f", {moments:,} element{'s' * (moments != 1)} of an optimizer" if moments else ""
-        facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
+        facts += f", {bytes_text(model_bytes + state_bytes)}, in the format of {format}"
         facts += f", of Megatron: {', '.join(run)}" if run else ""
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
@@ -218,20 +218,15 @@ def _overview(
             yield f"and {num_rows - _MAX_ROWS:,} more; --full prints a row for every tensor"
     if states.names and not full:
         yield ""
-        header = ["optimizer", "tensors", "elements", "dtype", "size"]
-        yield table_text(header, _states(states), text_from=3, optional=(3, 1))
+        header = ["optimizer", "tensors", "elements", "size", "dtype"]
+        yield table_text(header, _states(states), text_from=4, optional=(4, 1))
     groups = model.groups()
-    if 1 < len(groups) < num_rows:
+    if 1 < len(groups) < min(num_rows, _MAX_ROWS):
         yield ""
-        lines = [
-            [
-                name_text(name),
-                str(group.tensors),
-                f"{group.parameters:,}",
-                bytes_text(group.num_bytes),
-            ]
-            for name, group in groups.items()
-        ]
+        lines = []
+        for name, group in groups.items():
+            tensors, parameters, num_bytes = group.total()
+            lines.append([name_text(name), str(tensors), f"{parameters:,}", bytes_text(num_bytes)])
         yield table_text(["group", "tensors", "parameters", "size"], lines, optional=(1, 3))
     if only is not None:
         return
@@ -295,14 +290,17 @@ def _tensors(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
     """Return the rows of the table of tensors; equal layers share a row."""
-    # Most of 100,000 tensors share a layout.
-    row_of_layout: dict[Layout | None, tuple[str, ...]] = {}
+    # Most of 100,000 tensors share a layout, or are unsharded and have a shape and dtype in common.
+    rows: dict[object, tuple[str, ...]] = {}
     cells: dict[str, tuple[str, ...]] = {}
     for tensor in summary.outlines:
         layout = summary.layout(tensor)
-        row = row_of_layout.get(layout) or _cells(summary, tensor, layout)
-        if layout is not None:
-            row_of_layout[layout] = row
+        key: object = layout
+        if layout is None and len(tensor.boxes) < 2:
+            key = tensor.shape, tensor.dtype, tensor.spec
+        row = rows.get(key) or _cells(summary, tensor, layout)
+        if key is not None:
+            rows[key] = row
         cells[tensor.name] = row
     if full:
         return [[name_text(name), "", *row] for name, row in cells.items()]
@@ -326,8 +324,8 @@ def _states(summary: CheckpointSummary) -> list[list[str]]:
             kind,
             str(len(tensors)),
             f"{sum(prod(tensor.shape) for tensor in tensors):,}",
-            ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors)),
             bytes_text(sum(tensor.num_bytes for tensor in tensors)),
+            ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors)),
         ]
         for kind, tensors in kinds.items()
     ]

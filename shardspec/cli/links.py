@@ -1,4 +1,4 @@
-"""The commands about links of clusters: `shardspec links` and `shardspec profile`."""
+"""The commands `shardspec links` and `shardspec profile`, about the speed of a cluster's links."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""The command `shardspec`, and the one place where errors become a line and an exit code.
+"""The command `shardspec`; it turns errors into one line on stderr and an exit code.
 
 Exit codes: 0 success, 1 checkpoints differ or stdout cannot be written, 2 wrong usage (an option,
 a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used, 130 interrupted,
@@ -49,7 +49,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "delta": ("delta", "Write what changed between checkpoints, and apply it."),
     "plan-state": ("plan", "Plan how a mesh gets a model from a checkpoint."),
 }
-"""Name to the module of the command and its line of help, so that the help imports no module."""
+"""Command -> its module and its line of help, so that the help imports no module."""
 
 _TASKS: Final[Mapping[str, str]] = {
     "plan": "Plan and price conversions",
@@ -72,11 +72,11 @@ _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
 _BY_SIGNAL: Final = 128
-"""Added to the number of the signal that ended the command, as in shells."""
+"""Exit code of a command ended by a signal, minus the signal's number, as in shells."""
 
 
 class _LazyGroup(CommandGroup):
-    """Imports the module of a command when that is called, so that every command starts fast."""
+    """Imports the module of a command only when the command is called, to start fast."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -114,7 +114,7 @@ class _LazyGroup(CommandGroup):
         prog_name: str | None = None,
         **extra: Any,  # noqa: ANN401  # passed to click unchanged
     ) -> Never:
-        """Run, turn every expected error into one line on stderr, and exit."""
+        """Run a command, print every expected error as one line on stderr, and exit."""
         # click's own width is 50 or more, also where the terminal is narrower.
         width = {"terminal_width": min(terminal_width(), _HELP_COLUMNS) - 2}
         try:
@@ -140,7 +140,7 @@ class _LazyGroup(CommandGroup):
 
 
 def option_text(part: TextPart) -> str:
-    """Return a part of an error message as text; an `Argument` as its command-line option."""
+    """Return a part of an error message as text; an `Argument` becomes a command-line option."""
     if isinstance(part, str):
         return part
     option = part.name.replace("_", "-")
@@ -151,8 +151,8 @@ def option_text(part: TextPart) -> str:
 def _fail(message: str, code: int) -> int:
     """Print an error with control characters escaped, and return its exit code.
 
-    It is one line; on a terminal at most three, wrapped at words. Under torchrun the line also goes
-    to a file, from which torchrun prints it last.
+    The error is one line; on a terminal it is wrapped to at most three lines. Under torchrun the
+    line also goes to a file, which torchrun prints at its end.
     """
     text = shortened(message, _MAX_CHARACTERS)
     shown_text = f"Error: {text}"

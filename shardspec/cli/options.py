@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share: parsers of their texts, and decorators."""
+"""Defines the arguments and options that several commands share, such as ``--mesh``."""
 
 import math
 import re
@@ -24,7 +24,7 @@ T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes, if any."""
 MAX_DEVICES: Final = 2**20
-"""Larger meshes are refused as typing errors; their ids alone would fill the memory."""
+"""Larger meshes are taken for typing errors, since their ids would fill the memory."""
 _MAX_SIZE: Final = 2**63 - 1
 _UNITS: Final[Mapping[str, int]] = {"": 1, "b": 1} | {
     **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
@@ -142,7 +142,7 @@ def _whole_numbers(what: str, remedy: str, text: str, parts: list[str]) -> tuple
 
 
 class Kind(click.ParamType[Any]):
-    """A type of arguments: its name in the help, and the function that parses a text.
+    """The type of an argument or option: its name in the help, and the function that parses it.
 
     `completes` is ``"file"`` if the shell completes names of files.
     """
@@ -153,7 +153,7 @@ class Kind(click.ParamType[Any]):
     def shell_complete(
         self, _ctx: click.Context, _param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Have the shell complete names of files and directories."""
+        """Tell the shell to complete names of files and directories."""
         return [CompletionItem(incomplete, type=self.completes)] if self.completes else []
 
     def convert(
@@ -266,7 +266,7 @@ def plain_mesh(
     ids: tuple[int, ...] | None = None,
     **links: Any,  # noqa: ANN401
 ) -> DeviceMesh:
-    """Return a mesh with these links, by default none; ids count from 0 by default."""
+    """Return a mesh without links or with `links`; ids are 0, 1, 2, ... by default."""
     shape, names = mesh
     numbers = range(math.prod(shape)) if ids is None else ids
     return DeviceMesh(numbers, shape, axis_names=names, **links)
@@ -274,7 +274,7 @@ def plain_mesh(
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A mesh and its links."""
+    """Options for a mesh and its links."""
 
     mesh: MeshShape | None = None
     ids: tuple[int, ...] | None = None
@@ -285,16 +285,16 @@ class ClusterOptions:
     memory: float | None = None
 
     def build(self) -> tuple[DeviceMesh, CostModel]:
-        """Return the mesh and the cost model of its links; see `build_all`."""
+        """Return the mesh in the options, and the cost model of its links; see `build_all`."""
         return self.build_all()[0]
 
     def build_all(
         self, *others: tuple[MeshShape, tuple[int, ...] | None]
     ) -> list[tuple[DeviceMesh, CostModel]]:
-        """Return the mesh, and other meshes on the same cluster, with the cost model of each.
+        """Return the mesh in the options and other meshes of the same cluster, with cost models.
 
-        Links per axis imply which devices share a host. A mesh with another number of axes gets the
-        links of these hosts. Raises `click.UsageError` if options contradict each other.
+        Links per axis imply which devices share a host, and a mesh with another number of axes gets
+        the links of these hosts. Raises `click.UsageError` if options contradict each other.
         """
         if self.mesh is None:
             raise click.UsageError("Missing option '--mesh'")
@@ -322,7 +322,7 @@ class ClusterOptions:
         return [(mesh, models[mesh]) for mesh in meshes]
 
     def _said(self, links: ClusterLinks, axes: int) -> Links | None:
-        """Return the links in the options; None without any, so that meshes have their own."""
+        """Return the links in the options; None without any."""
         if self.between is not None or self.per_node is not None:
             alone = self.links is not None and len(links.names) == 1
             refuse_if(not alone, "--between and --per-node need one name as --links")
@@ -356,7 +356,7 @@ cluster_options: Final = grouped(
 
 
 def _per_axis(values: tuple[T, ...], axes: int) -> tuple[T, ...]:
-    """Return one value per axis; a single value is for all axes, and none stays none."""
+    """Return one value per axis; a single value is repeated, and () stays ()."""
     if len(values) in (0, axes):
         return values
     if len(values) == 1:

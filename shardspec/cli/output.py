@@ -1,4 +1,4 @@
-"""Prints lines, writes files and shows progress bars for the commands."""
+"""Prints text and JSON, writes files and shows progress bars for the commands."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width
+from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width, wrapped
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: True after ``--quiet``."""
@@ -34,28 +34,31 @@ def is_quiet() -> bool:
     return context is not None and bool(context.meta.get(QUIET))
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print lines, with control characters escaped."""
-    if is_quiet():
-        return
-    click.echo(printable(text, keep="\n"), err=err)
+def say(text: str, *, err: bool = False, **style: Any) -> None:  # noqa: ANN401  # for click.style
+    """Print lines, with control characters escaped; a terminal gets them wrapped at words."""
+    text = printable(text, keep="\n")
+    if (sys.stderr if err else sys.stdout).isatty():
+        width = terminal_width()
+        text = "\n".join(part for line in text.split("\n") for part in wrapped(line, width))
+    if not is_quiet():
+        click.echo(styled(text, **style) if style else text, err=err)
 
 
 def say_styled(text: str, *, nl: bool = True) -> None:
-    """Print a text unchanged: it has colors, or no control characters."""
+    """Print a text unchanged; the caller has made sure that it is safe to print."""
     if not is_quiet():
         click.echo(text, nl=nl)
 
 
 def styled(text: str, **style: Any) -> str:  # noqa: ANN401  # passed to click unchanged
-    """Return a text with a style of `click.style`, or unchanged if colors are unwanted."""
+    """Return a text in a style of `click.style`, or unchanged if output has no colors."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else click.style(text, **style)
 
 
 def say_json(record: object) -> None:
     """Print a record as one line of JSON."""
-    say(json.dumps(record))
+    say_styled(json.dumps(record))  # without control characters
 
 
 def say_parts(parts: Iterable[str], between: str = "\n") -> None:
@@ -65,9 +68,10 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     parts, size = iter(parts), 1  # the first ones at once
     while batch := list(islice(parts, min(size, 256))):
         text = between.join(printable(part, keep="\n") for part in batch)
-        click.echo(text if size == 1 else between + text, nl=False)
+        click.echo(text if size == 1 else between[1:] + text, nl=bool(between))
         size *= 2
-    click.echo()
+    if not between:
+        click.echo()
 
 
 def name_text(name: str) -> str:
@@ -89,7 +93,7 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
 
 
 def _say_progress(title: str, times: list[float], done: int, total: int) -> None:
-    """Print a line of progress every 10 s; `times` are those of the start and of the last line."""
+    """Print a line of progress every 10 s; `times` has the start, and the time of the last line."""
     now = time.monotonic()
     if now - times[1] < _PROGRESS_S:
         return
@@ -102,7 +106,7 @@ def _say_progress(title: str, times: list[float], done: int, total: int) -> None
 
 @contextmanager
 def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet.
+    """Yield a function of bytes done and total bytes that updates a progress bar; None if quiet.
 
     The bar appears after a second, so that short commands show none.
     """

@@ -104,7 +104,7 @@ def plan_command(
     refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     refuse_if(
         target_mesh is not None and max_bytes is not None,
-        "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh",
+        "--max-bytes is for conversions on one mesh; omit it, or --target-mesh",
     )
     other = [] if target_mesh is None else [(target_mesh, target_ids)]
     (devices, model), *targets = cluster.build_all(*other)
@@ -140,7 +140,7 @@ def plan_command(
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
-    """Return the members of a plan's JSON that differ between plans, and cost ÷ cost of `best`."""
+    """Return the JSON of an alternative plan: what differs from `best`, and the ratio of costs."""
     record = plan.as_dict()
     own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
@@ -247,7 +247,7 @@ def cost_command(
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
-    """Yield the pairs of the arguments and of the file; blanks in brackets belong to a spec."""
+    """Yield the pairs of specs in the arguments and in a file; specs may contain blanks."""
     for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
         yield source, target, f"pair {number}"
     origin, pairs = "standard input" if file == "-" else path_text(file or ""), 0
@@ -273,7 +273,7 @@ def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
 
 
 def _lines(file: str) -> Iterator[str]:
-    """Yield the lines of a file in pieces of bounded length, since a pipe may be endless."""
+    """Yield the lines of a file, read in pieces, since a pipe may never end."""
     try:
         # Bytes that are not UTF-8 become a character that no spec has: an error with its line.
         with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
@@ -383,7 +383,7 @@ def plan_state_command(
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
-    """Return the mesh of the options; its links are those of the options, if any."""
+    """Return the mesh in the options, with the links in the options, if any."""
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh
@@ -397,7 +397,7 @@ def _under_layout(
     mesh: DeviceMesh | None,
     dtype: str | None,
 ) -> "tuple[Catalog, dict[str, Layout]]":
-    """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
+    """Rename a checkpoint as a trainer or engine does; return it, and the layout of each tensor."""
     from shardspec.checkpoint.convert.select import Choice
     from shardspec.checkpoint.quantization import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype

@@ -102,7 +102,7 @@ def show_command(
             text = str(glance(layouts, optimizer=optimizer or ""))
             if to is not None:
                 other = _layouts(model, to, None, None, dtype or "bfloat16")
-                text += f"\n\nto {to}: {_move(model, layouts, other, to, links)}"
+                text += f"\n\nto {to}: {_move(model, layouts, other, (layout, to), links)}"
             say(text)
         except LayoutError as error:
             raise InputFileError(f"{path_text(model)}: ", *error.parts) from None
@@ -137,7 +137,7 @@ def _layouts(
     devices: DeviceMesh | None,
     dtype: str,
 ) -> Mapping[str, Layout]:
-    """Return the layouts of a model: under a named layout, of a checkpoint, or by rules."""
+    """Return the layouts of a model: by a named layout, by rules, or as in a checkpoint."""
     from shardspec.checkpoint.catalog import OutputTensor
     from shardspec.checkpoint.convert.layout import layouts_by_rules, layouts_like
     from shardspec.checkpoint.open import open_checkpoint
@@ -160,27 +160,28 @@ def _move(
     model: Path,
     source: Mapping[str, Layout],
     target: Mapping[str, Layout],
-    to: str,
+    texts: tuple[str | None, str],
     links: opts.ClusterLinks | None,
 ) -> "ReshardPlan":
-    """Return the plan from one set of layouts of a model to another."""
+    """Return the plan from one set of layouts of a model to another, which `texts` name."""
     from shardspec.checkpoint.convert.model_names import model_names
     from shardspec.checkpoint.job.plan import plan_reshard
     from shardspec.families.layouts import padded_config, parse_layout
 
     names = None
     if source.keys() != target.keys():
-        parsed = parse_layout(to)
-        named = model_names(model, parsed.place)
-        names = replace(named, config=padded_config(named.config, parsed))
+        names = model_names(model, parse_layout(texts[1]).place)
+        for text in texts:
+            if text is not None and not Path(text).exists():
+                names = replace(names, config=padded_config(names.config, parse_layout(text)))
     presets = links.names if links is not None else ()
-    refuse_if(links is not None and not presets, "--links of a move are names of presets")
+    refuse_if(links is not None and not presets, "--links with --to takes names of presets only")
     cluster = presets[0] if len(presets) == 1 else presets or None
     return plan_reshard(source, target, names=names, links=cluster)
 
 
 def _paint() -> Paint:
-    """Return a function that colors a piece of a cell in the colors that this terminal has.
+    """Return a function that colors the text of a box, with the colors of this terminal.
 
     Click removes them if stdout is not a terminal.
     """

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardspec.layout.layout import Layout
 
 _MAX_LEFT_OUT: Final = 3
-"""Names shown of entries that were left out."""
+"""Maximum names shown of entries that were not written."""
 _MAX_NOT_COPIED: Final = 10
 """Names shown of files that were not copied."""
 _MAX_ROWS: Final = 32
@@ -63,7 +63,7 @@ def _size(text: str) -> int:
 
 
 class _FormatName(click.ParamType[str]):
-    """The name of a format to write; installed packages are searched when one is given."""
+    """The type of an option that names a format to write, also one of an installed package."""
 
     name = "format"
 
@@ -144,7 +144,7 @@ _write_options: Final = stacked(
 
 
 def _refuse_jobs(title: str) -> None:
-    """Refuse to run in several processes of torchrun: each would write the same output."""
+    """Raise `click.UsageError` under torchrun, where every process would write the same output."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
     raise click.UsageError(
@@ -239,7 +239,7 @@ def _report_text(report: WriteReport) -> str:
 
 
 def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
-    """Return a table of how tensors would be sharded by which rules; layers share a row."""
+    """Return a table of the spec of each tensor, and the rule that gave it; layers share a row."""
     rows = []
     for title, names in repeated_layers(sharding):
         rule, spec = sharding[names[0]]
@@ -280,9 +280,9 @@ def merge_command(
 ) -> None:
     """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any format that can be read; several are summed by --weights. First checks that
-    headers agree with files, that the boxes of every tensor tile it and that replicas agree;
-    finishes pending reductions. OUT appears when it is complete.
+    CKPT may be of any format that can be read; several are summed by --weights. Before writing, it
+    checks that headers agree with files, that the boxes of every tensor tile it and that replicas
+    agree. Pending reductions are finished. OUT appears when it is complete.
 
     Examples:
       shardspec merge ckpt -o model.safetensors
@@ -330,8 +330,7 @@ def merge_command(
 @flag(
     "drop_values",
     "Output",
-    "Leave out entries that OUT cannot store, such as pickled objects; by default these are an "
-    "error.",
+    "Drop entries that OUT cannot store, such as pickled objects; by default these are an error.",
 )
 @_write_options
 def reshard_command(
@@ -366,7 +365,7 @@ def reshard_command(
     maps: ckpt.MapOptions = options["maps"]
     if layout is not None:
         ckpt.check_layout(maps, rules)
-        refuse_if(like is not None, "--layout says how to shard; leave out --like")
+        refuse_if(like is not None, "--layout says how to shard; omit --like")
     alone = mesh is None and like is None and maps.model is not None and layout is None
     if alone:
         mesh = ((1,), None)
@@ -374,7 +373,7 @@ def reshard_command(
     refuse_if(neither_or_both, "give either --mesh, with rules, or --like")
     refuse_if(
         like is not None and rules is not None,
-        "--like says how to shard; leave out --rules and --rule",
+        "--like says how to shard; omit --rules and --rule",
     )
 
     def convert(

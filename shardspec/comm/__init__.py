@@ -1,1 +1,1 @@
-"""Data movement: steps, their cost, and the communicators that execute them."""
+"""Moves data between devices: collective steps, their prices, and communicators that run them."""

@@ -1,4 +1,7 @@
-"""Checks that all ranks are about to run the same conversion, by notes sent before any data."""
+"""Checks, before any data moves, that all ranks are about to run the same conversion.
+
+Ranks compare notes: short messages that each rank sends to the others.
+"""
 
 import hashlib
 import json
@@ -13,7 +16,7 @@ E = TypeVar("E", bound=BaseException)
 
 NOTE_BYTES: Final = 4096
 NOTE_ROOM: Final = NOTE_BYTES - 512
-"""The most bytes of content in a note."""
+"""Maximum bytes of a note's content."""
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
 """Characters shown from the start and from the end of a long word."""
@@ -69,7 +72,7 @@ class Note(NamedTuple):
 
 
 def description(words: Mapping[str, str]) -> bytes:
-    """Return the content of a conversion's note: a digest of all words, and shortened words.
+    """Return the content of a conversion's note: long words shortened, and a digest of all words.
 
     >>> json.loads(description({"target": "[S0]"}))["target"]
     '[S0]'
@@ -109,18 +112,18 @@ def on_all_ranks(error: E) -> E:
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Return True if the other ranks know of an error, so none of them waits; clear the mark.
+    """Return True if `on_all_ranks` has marked an error, so that no other rank waits.
 
-    The mark is cleared because other code may raise the same object again.
+    Removes the mark, because other code may raise the same object again.
     """
     return bool(vars(error).pop(_ON_ALL_RANKS, False))
 
 
 def check_agreement(notes: Mapping[int, Note]) -> str:
-    """Return the device type of the shards, given the notes of all ranks of a mesh.
+    """Check that the notes of all ranks agree; return the device type of the shards.
 
-    Raises `CommunicatorError` if they differ, which names a rank, both conversions and the first
-    difference; or if a rank has failed, with its error.
+    Raises `CommunicatorError` if two notes differ (the message names rank and difference), or if
+    a rank has failed (the message has its error).
 
     >>> check_agreement({0: Note("value", 3, "cpu"), 1: Note("value", 3)})
     'cpu'
@@ -138,7 +141,7 @@ def check_agreement(notes: Mapping[int, Note]) -> str:
         places = ", ".join(f"rank {rank} on {device}" for device, rank in holders.items())
         raise on_all_ranks(
             CommunicatorError(
-                f"shards are on different kinds of devices: {places}; move them to one kind first"
+                f"shards are on different device types: {places}; move them to one type first"
             )
         )
     return next(iter(holders), "")

@@ -25,7 +25,7 @@ from shardspec.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The links of a cluster, and the number of devices per host, counted by ids.
+    """The speed of the links inside and between hosts, and the host of each device id.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Cluster:
     hosts
         The ids of each host, if not in order; every other device is a host by itself.
     copy_s
-        Seconds in which a device reads and writes a byte of its memory; 0 ignores copies.
+        Seconds per byte of a copy inside a device's memory; 0 ignores such copies.
 
     Raises
     ------
@@ -101,7 +101,7 @@ class Cluster:
 
     @property
     def far(self) -> Line:
-        """Seconds per message and per byte between hosts, through both links."""
+        """Seconds per message and per byte between hosts; the slower link limits the bytes."""
         if self.between is None:
             return self.near
         per_byte = max(self.between.seconds_per_byte, self.inside.seconds_per_byte)
@@ -151,10 +151,10 @@ def busiest_seconds(
     cluster: Cluster | None = None,
     files: Set[int] = frozenset(),
 ) -> float:
-    """Return the seconds of the device, or shared port of a host, that sends or receives longest.
+    """Return the seconds of some messages: those of the busiest device or shared host port.
 
     `messages` are tuples of sender, receiver and bytes; `link` gives the seconds per message and
-    per byte between two ids. `files` are ids that take no time themselves, and are on no host.
+    per byte between two ids. Ids in `files` stand for files, which take no time and have no host.
 
     >>> cluster = Cluster(Link(0.0, 1.0), Link(0.0, 5.0, port="node"), per_node=2)
     >>> busiest_seconds([(0, 1, 4), (0, 2, 1), (1, 3, 1)], cluster.link, cluster)
@@ -176,9 +176,9 @@ def busiest_seconds(
 
 
 def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the number of devices per host along each axis, from the host of each device.
+    """Return the number of devices per host along each axis; `hosts` has the host of each device.
 
-    Only the devices in the array count. None if hosts cut an axis unevenly.
+    None if hosts split an axis unevenly. In the example, hosts of 8 devices split a 4x4 mesh.
 
     >>> _devices_per_host(np.arange(16).reshape(4, 4) // 8), _devices_per_host(np.arange(12) // 8)
     ((2, 4), (4,))
@@ -197,7 +197,7 @@ def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
 
 
 def slowest_link(links: Iterable[Link], name: str) -> Link:
-    """Return a link with the largest latency, seconds per byte and start of several.
+    """Return a link as slow as the slowest of several in latency, bandwidth and start.
 
     >>> str(slowest_link([Link(1e-5, 1e-11), Link(1e-6, 1e-9)], "both"))
     'both: 10 µs, 1 GB/s'
@@ -212,7 +212,9 @@ def slowest_link(links: Iterable[Link], name: str) -> Link:
 
 
 def check_links(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> None:
-    """Raise `MeshError` if two clusters, each with its devices, price a pair of them differently.
+    """Raise `MeshError` if two clusters disagree about the link between two shared devices.
+
+    Each part is a cluster and its device ids.
 
     >>> fast, slow = Cluster(Link(0.0, 1e-12, "fast")), Cluster(Link(0.0, 1e-11, "slow"))
     >>> check_links([(fast, range(4)), (slow, range(3, 6))])  # share one device, so no pair
@@ -242,9 +244,9 @@ def check_links(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> None:
 
 
 def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
-    """Return one cluster that joins several; each part is a cluster and its device ids.
+    """Merge clusters, each with its device ids, into one that has the slowest of their links.
 
-    Raises `MeshError` if two of them contradict each other about two devices.
+    Raises `MeshError` if two devices share a host in one cluster but not in another.
     """
     clusters = list(dict.fromkeys(cluster for cluster, _ in parts))
     if len(clusters) == 1 and (clusters[0].per_node or not clusters[0].hosts):
@@ -279,10 +281,10 @@ def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
 
 
 def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]]) -> Cluster:
-    """Return the cluster of meshes whose axes have links of their own.
+    """Return the cluster of meshes with one link per axis.
 
-    Axes with a faster link than the slowest join the devices of a host. Raises `MeshError` if the
-    same devices have different links on two meshes.
+    Devices are on one host if only axes faster than the slowest one separate them. Raises
+    `MeshError` if the same devices have different links on two meshes.
 
     >>> links = Link(1e-5, 1e-10), Link(1e-6, 1e-11)
     >>> cluster_of_axes([DeviceMesh(range(4), (2, 2))], [links]).hosts
@@ -325,5 +327,5 @@ def _check_groups(
                 speeds.setdefault(frozenset(group), numbers) != numbers
             ):
                 raise MeshError(
-                    f"devices {id_list(group)} have different links in two meshes; make them equal"
+                    f"devices {id_list(group)} have different links in two meshes; give equal links"
                 )

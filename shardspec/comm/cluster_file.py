@@ -1,4 +1,4 @@
-"""Reads and writes files of links: the links of a cluster as TOML, for presets and users."""
+"""Reads and writes files of links: TOML with the speed of the links of a cluster."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -51,13 +51,13 @@ class LinkPreset:
     memory_gb_per_s: float | None = None
     """The rate at which devices read or write their memory; None if unknown."""
     scope: str = "cluster"
-    """The scope of the link: node, rack, cross-node, torus axis, any."""
+    """The devices that the link joins: node, rack, cross-node, torus axis, any."""
     basis: Basis = "measured"
     """The method by which the numbers were obtained."""
     confidence: Confidence = "medium"
     source: str = ""
     valid_for: str = ""
-    """The conditions under which the numbers are valid, and known deviations."""
+    """Hardware and software for which the numbers are valid, and known deviations."""
     read_on: str = ""
     """The date on which the source was read."""
 
@@ -119,9 +119,10 @@ def read_links(path: Path) -> LinkPreset:
 
 def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     if (root["format"], root["version"]) != (LINKS_FORMAT, 1):
-        raise ProfileError(f"format is {shown(root['format'])}, version {shown(root['version'])}")
+        got = f"{shown(root['format'])}, version {shown(root['version'])}"
+        raise ProfileError(f"unsupported format {got}")
     if unknown := set(root) - {*_KEYS, "format", "version", "inside", "about"}:
-        raise ProfileError(f"it has the unknown key {shown(min(unknown))}")
+        raise ProfileError(f"unknown key {shown(min(unknown))}")
     room, memory = root.get("per_node"), root.get("memory_gb_per_s")
     if room is not None and (whole_number(room) or 0) < 1:
         raise ProfileError(f"per_node is {shown(room)}; give a whole number from 1")
@@ -137,19 +138,20 @@ def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     if about.get("basis", "spec") not in get_args(Basis) or not all(
         isinstance(value, str) for value in about.values()
     ):
-        raise ProfileError(f"[about] has {shown(about)}; give texts, and basis as in the presets")
+        bases = "/".join(get_args(Basis))
+        raise ProfileError(f"[about] is {shown(about)}; give text, and as basis one of {bases}")
     return LinkPreset(name, inside, joining, room, memory, **about)
 
 
 def link_of_record(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
-    """Return the link of a table in a file; raises `ProfileError` for a bad value.
+    """Return the `Link` that a TOML table describes; raises `ProfileError` for a bad value.
 
     >>> str(link_of_record({"latency_us": 3, "gb_per_s": 50, "start_us": 0}, "own"))
     'own: 3 µs, 50 GB/s'
     """
     if unknown := set(record) - _LINK_KEYS:
         raise ProfileError(
-            f"a link has {shown(min(unknown))}; known: {', '.join(sorted(_LINK_KEYS))}"
+            f"unknown key {shown(min(unknown))} of a link; use {', '.join(sorted(_LINK_KEYS))}"
         )
     if port not in (None, "device", "node"):
         raise ProfileError(f"port is {shown(port)}; give 'device' or 'node'")
@@ -171,7 +173,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
         for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
     if kind not in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) or not lines:
-        raise ProfileError(f"collective {shown(kind)} has {len(lines)} lines; name one of {KINDS}")
+        raise ProfileError(f"a curve of {shown(kind)} has {len(lines)} lines; use one of {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
         raise ProfileError(f"{kind} has {shown(record['devices'])} devices on {shown(nodes)} nodes")
     if len(size_range) != 2 or None in size_range:
@@ -181,15 +183,15 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
-    """Return a number of a file in seconds: divided by `unit`, the units per second."""
+    """Return a number in seconds, given the number of its units in a second."""
     number = seconds(value / unit) if _is_number(value) else None
     if number is None:
-        raise ProfileError(f"{key} is {shown(value)}, but should be {SECONDS_RULE} s")
+        raise ProfileError(f"{key} is {shown(value)}; in seconds, give {SECONDS_RULE}")
     return number
 
 
 def _rate(key: str, value: object) -> float:
-    """Return the seconds per byte of a rate in 10^9 bytes per second."""
+    """Return the seconds per byte of a rate in GB/s (10^9 bytes per second)."""
     per_byte = seconds(1 / (value * 1e9)) if _is_number(value) and value > 0 else None
     if per_byte is None:
         raise ProfileError(f"{key} is {shown(value)}; give a rate above 0 in 10^9 bytes per second")
@@ -201,7 +203,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _record(link: Link) -> dict[str, Any]:
-    """Return the table that describes a link in a file; the curves come last."""
+    """Return the TOML table that describes a link, its curves last."""
     rate = 1e-9 / link.seconds_per_byte if link.seconds_per_byte else float("inf")
     numbers = {"latency_us": link.latency_s * 1e6, "gb_per_s": rate, "start_us": link.start_s * 1e6}
     record: dict[str, Any] = {key: _short(number) for key, number in numbers.items()}

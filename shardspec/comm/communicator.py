@@ -1,4 +1,4 @@
-"""Communicators, which execute steps; the simulated one has all devices in one process."""
+"""Communicators run the steps of a plan: in a job, or with all devices simulated in one process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Communicator(ABC):
-    """Runs steps on the shards of this process, those of its `addressable` devices.
+    """Runs steps on the shards of this process.
 
-    In a simulated communicator these are all devices; over `torch.distributed` it is the own rank.
-    All processes of the mesh call all methods in the same order.
+    A simulated communicator has the shards of all devices; one over `torch.distributed` has those
+    of its own rank. All processes of the mesh must call the methods in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -53,8 +53,8 @@ class Communicator(ABC):
     ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
         """Enter a conversion once all processes agree on it; steps run inside.
 
-        Yields the device type of all shards, and the result of `gather` for `values`; short values
-        need no further exchange.
+        Yields the device type of all shards, and what `gather` returns for `values`; short values
+        travel in the notes.
 
         `content` is a `shardspec.comm.agreement.description` of the conversion, and `device` the
         device type of this process's shards, empty if it has none. Every process raises
@@ -73,9 +73,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return the value of each device in the order of the mesh; also a barrier.
+        """Return the values of all devices in the order of the mesh, given those of this process.
 
-        Values must be picklable.
+        All processes wait for each other. Values must be picklable.
         """
 
 

@@ -1,4 +1,4 @@
-"""Consensus of several processes: all of them continue, or all raise the same error."""
+"""Makes all processes of a mesh continue, or all raise the same error."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -67,9 +67,9 @@ def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None)
 
 
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
-    """Raise `CheckpointError` on every rank if ranks have different facts; name the first.
+    """Raise `CheckpointError` on every rank if ranks have different `facts`.
 
-    Keys of facts are a kind and a name, as in ``"tensor 'w'"``.
+    Keys are a kind and a name, as in ``"tensor 'w'"``; the error has the first key that differs.
     """
     digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
     ranks = communicator.addressable

@@ -1,4 +1,4 @@
-"""Prices steps in seconds, by measured collectives or else by ring formulas.
+"""Estimates the seconds of steps from measured collectives, or from formulas for rings.
 
 >>> from shardspec.comm.steps import AllGather
 >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
@@ -6,8 +6,8 @@
 ['30.0 µs', '6.0 µs']
 
 docs/plans.md has the formulas with sources. `shardspec.layout.routed` prices exchanges and
-permutes. The link between two devices has the largest alpha and beta among the axes on which they
-differ. Prices include the start-up of links and the local copies that pack and unpack.
+permutes. Two devices are as far apart as the slowest of the axes on which they differ. Prices
+include the start of a step and the local copies that pack and unpack.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ Tier: TypeAlias = tuple[tuple[Link, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices steps on one mesh shape.
+    """Prices of steps on one mesh shape.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class CostModel:
     copy_s
         Seconds in which a device copies one byte locally; 0 ignores local copies.
     cluster
-        The links by device ids, which price conversions between meshes; None if unknown.
+        The links by device id, for prices of conversions between meshes; None if unknown.
 
     Raises
     ------
@@ -113,7 +113,7 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, links: Links | None = None) -> "CostModel":
-        """Return the model of `links`, else of the mesh's own links, else of hosts of eight H100.
+        """Return the model of `links`; by default of the mesh's links, or of hosts of eight H100.
 
         Raises `MeshError` if links do not fit the mesh, for example if hosts cut an axis unevenly.
 
@@ -129,13 +129,13 @@ class CostModel:
     ) -> "CostModel":
         """Return the model of presets, or of files of links: one per axis, or one for all.
 
-        If more devices share a link inside nodes than fit in a node, they fill several nodes in
-        the order of their ids, joined by `LinkPreset.between`.
+        If a preset joins at most 8 devices and the mesh has 16, these fill two nodes in the order
+        of their ids, joined by `LinkPreset.between`.
 
-        If `copies` is true, local copies are priced too; by default they are if a preset has the
-        memory rate of its devices. Raises `MeshError` for an unknown preset, if no preset has the
-        rate that `copies` requires, and if the nodes, or the link between them, are unknown;
-        `ProfileError` for a bad file.
+        `copies` adds the time of local copies; by default it is added if a preset has the memory
+        rate of its devices. Raises `MeshError` for an unknown preset, for `copies` without such a
+        rate, and if the nodes, or the link between them, are unknown; `ProfileError` for a bad
+        file.
 
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
@@ -171,7 +171,7 @@ class CostModel:
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
-        """Return (seconds, seconds per byte of the largest shard) lines; the lowest one counts."""
+        """Return (seconds, seconds per byte of the largest shard) lines; the lowest applies."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = curves.kind_of(step), self._long(step.axes)
         if kind is None or not axes:
@@ -180,13 +180,13 @@ class CostModel:
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
     def group(self, axes: Iterable[int]) -> tuple[int, int]:
-        """Return the number of nodes that a group along axes spans, and its devices per node."""
+        """Return (nodes, devices per node) of a group of devices along some axes."""
         inside, across = self._tiers(self._long(axes))
         return prod(n for _, n in across), prod(n for _, n in inside)
 
     @property
     def known_error(self) -> str:
-        """A sentence about the errors of prices of measured collectives."""
+        """A sentence about the errors of the measured prices."""
         links = {link for link in self.links if link.error}
         links |= {link.within for link in self.links if link.within and link.within.error}
         if not links:
@@ -194,7 +194,7 @@ class CostModel:
         return f"{accuracy_text(links)}; other groups not measured"
 
     def links_text(self, labels: Sequence[str]) -> str:
-        """Return a description of the links of axes with these labels, grouped by link.
+        """Describe the link of each axis, axes with the same link together.
 
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
@@ -221,7 +221,7 @@ class CostModel:
         return "; ".join(texts)
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return the axes with more than one device, ascending."""
+        """Return those of `axes` that have more than one device, ascending."""
         return tuple(axis for axis in sorted(axes) if self.mesh_shape[axis] > 1)
 
     def _count(self, axes: Iterable[int]) -> int:
@@ -239,7 +239,7 @@ class CostModel:
         return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return the curve of a collective along `axes`; None if none was measured."""
+        """Return the measured curve of a collective along `axes`; None without a measurement."""
         inside, across = self._tiers(axes)
         if not across:
             return self._curve_inside(kind, inside, self._count(axes))
@@ -283,7 +283,7 @@ class CostModel:
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
     ) -> tuple[Line, ...]:
-        """Return the price of a collective over nodes as (seconds, seconds per byte) lines."""
+        """Price a collective over several nodes, as (seconds, seconds per byte) lines."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
         latency, beta = (
             self._ring(kind, across)[0],
@@ -327,7 +327,7 @@ class CostModel:
 
 
 def measured_link(model: CostModel, step: Step, num_bytes: int) -> Link | None:
-    """Return the link whose curves price a step; None if no such step was measured.
+    """Return the link with the measurements that price a step; None if there are none.
 
     >>> from shardspec.comm.steps import AllGather
     >>> model = CostModel.from_presets(DeviceMesh(range(72)), ["gb200-nvl72"])
@@ -369,14 +369,14 @@ def slowest_costs(model: CostModel, axes: Iterable[int]) -> tuple[float, float]:
 
 
 def _per_byte(model: CostModel, link: Link) -> float:
-    """Return the seconds per byte of a link, times the devices of a node if they share its port."""
+    """Return a link's seconds per byte for one device: 8 times as many if 8 share the port."""
     each = zip(model.mesh_shape, model.links, strict=True)
     inside = prod(other.per_node if other.port else n for n, other in each)
     return link.seconds_per_byte * (inside if link.port == "node" else 1)
 
 
 def pair_line(model: CostModel, axis: int) -> Line:
-    """Return the price of sending to one device while receiving from another, along an axis."""
+    """Price a device that sends to one neighbor along an axis and receives from another."""
     link = model.links[axis]
     known = link.curves if model.link_model == "ring" else ()
     for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
@@ -394,9 +394,10 @@ def exchange_start(model: CostModel) -> float:
 
 
 def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
-    """Return the axes whose link is slower than the link of any axis in `cut`.
+    """Return the axes with a slower link than some axis in `cut` has.
 
-    Replicas along these axes do not share the sending of an exchange; it would be slower.
+    In an exchange, replicas along these axes do not share the sending, because their links are
+    slower than the others.
 
     >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
     >>> slower_axes(model, [1]), slower_axes(model, [0])
@@ -409,7 +410,7 @@ def slower_axes(model: CostModel, cut: Iterable[int]) -> tuple[int, ...]:
 
 
 def model_on_axes(model: CostModel, axes: Sequence[int]) -> CostModel:
-    """Return the model of a mesh reduced to some axes; other axes must have one device.
+    """Return the model for some axes of the mesh; the other axes must have one device.
 
     >>> model_on_axes(CostModel((2, 1), (Link(1e-5, 0), Link(0, 0))), [0]).mesh_shape
     (2,)
@@ -443,8 +444,8 @@ def models_on(
 ) -> dict[DeviceMesh, CostModel]:
     """Return the cost model of each mesh; all of them share one cluster.
 
-    If `links` are given, all meshes use them. Otherwise a mesh uses its own links, or without any,
-    those of the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+    With `links`, all meshes use these; otherwise each mesh uses its own, or those of another mesh
+    if it has none. Raises `MeshError` if links do not fit a mesh, or contradict each other.
 
     >>> meshes = DeviceMesh(range(8)), DeviceMesh(range(8, 16))
     >>> first, second = models_on(meshes, "h100-nvswitch").values()
@@ -531,7 +532,7 @@ def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
 
 
 def _of_cluster(mesh: DeviceMesh, cluster: Cluster) -> CostModel:
-    """Return the model of a mesh on a cluster, whose devices share hosts by their ids."""
+    """Return the model of a mesh whose devices are on the hosts of a cluster."""
     bus = mesh.link_model == "shared-bus"
     links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
     if links is None:

@@ -1,12 +1,12 @@
-"""Links of mesh axes, and curves that price the collectives measured along them.
+"""Links of mesh axes, and curves: measured seconds of collectives along them, by bytes.
 
 >>> curve = Curve("all-gather", 8, ((1e-5, 4e-12), (4e-5, 2e-12)), (512, 1 << 30))
 >>> [round(curve.seconds(num_bytes) * 1e6) for num_bytes in (10**6, 10**9)]  # microseconds
 [14, 2040]
 
-A curve is the minimum of a few lines ``latency + bytes * seconds_per_byte``: communication
-libraries have a protocol of low latency and one of high bandwidth. Bytes are those of the global
-buffer, as in nccl-tests: the gathered or reduced data, or one rank's data in an all-to-all.
+A curve is the minimum of a few lines ``latency + bytes * seconds_per_byte``, because communication
+libraries have one protocol for low latency and another for high bandwidth. Bytes are those of the
+whole buffer, as in nccl-tests: the gathered or reduced data, or one rank's data in an all-to-all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ Line: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one collective on one number of devices, by the bytes of the whole buffer."""
+    """Seconds of one collective on a fixed number of devices, as a function of bytes."""
 
     kind: str
     devices: int
@@ -52,7 +52,7 @@ class Curve:
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def lines_by_shard(self) -> tuple[Line, ...]:
-        """Return (seconds, seconds per byte) lines over the bytes of a shard before the step."""
+        """Return (seconds, seconds per byte) lines, per byte of a shard before the step."""
         factor = bytes_ratio(self.kind, self.devices)
         return tuple((fixed, slope * factor) for fixed, slope in self.lines)
 
@@ -201,9 +201,9 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 
 
 def exchange_floor(curves: Iterable[Curve]) -> Line:
-    """Return the (start, seconds per received byte) at which an exchange is cheaper than no curve.
+    """Return the lowest price of an exchange, as (seconds, seconds per received byte).
 
-    Curves of reductions do not count, since an exchange sends other bytes.
+    With it, an exchange is never cheaper than a measured collective. Reductions do not count.
 
     >>> exchange_floor([Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))])
     (1e-05, 2e-12)
@@ -232,7 +232,7 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return how many times a device copies its shard locally in a collective.
+    """Return the number of local copies of its shard that a device makes in a collective.
 
     >>> copies(AllGather(0, (0,)), 4), copies(AllGather(1, (0,)), 4)
     (0, 4)
@@ -249,12 +249,12 @@ def copies(step: Step, devices: int) -> int:
 
 
 def kind_of(step: Step) -> str | None:
-    """Return the name in `KINDS` of a step; None if it is not a collective."""
+    """Return the name of a step in `KINDS`; None if it is not a collective."""
     return _KIND_OF.get(type(step))
 
 
 def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
-    """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
+    """Return the bytes that a device receives in a step if it uses the fewest bytes possible.
 
     >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
     150

@@ -1,4 +1,4 @@
-"""Executes a step on one device over any transport; checks and reduces results."""
+"""Executes a step on one device: sends and receives its boxes, and reduces received addends."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,7 +16,7 @@ from shardspec.comm.transfers import DeviceTransfers, Message, all_reduce_halves
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 
 LEAST_BYTES: Final = 256 << 10
-"""The least bytes of a chunk; shorter messages would cost more time than they save memory."""
+"""The least bytes of a message; shorter ones would cost more time than they save memory."""
 _SENDER, _RECEIVER = attrgetter("sender"), attrgetter("receiver")
 
 
@@ -54,7 +54,7 @@ def _all_reduce(
 def _stage(
     transfers: DeviceTransfers, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp | None
 ) -> Stage:
-    """Return the stage of a step: it moves boxes to the result, or addends to buffers.
+    """Return the stage of a step: boxes go to the result, or addends of a reduction to buffers.
 
     Shard and result may share memory.
     """
@@ -139,14 +139,14 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _like(memory: dict[int, torch.Tensor], key: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return contiguous memory shaped like a tensor, reused by every round of a step."""
+    """Return memory shaped like a tensor: `memory[key]`, which every round of a step reuses."""
     if key not in memory or memory[key].numel() < tensor.numel():
         memory[key] = tensor.new_empty(tensor.numel())
     return memory[key][: tensor.numel()].view(tensor.shape)
 
 
 def _grouped(copies: Iterable[Copy], peer_of: Callable[[Copy], int]) -> dict[int, Message]:
-    """Return one message per peer with all boxes for it; `peer_of` returns the peer of a copy."""
+    """Group copies into one message per peer; `peer_of` returns the peer of a copy."""
     messages: dict[int, list[Copy]] = {}
     for copy in copies:
         messages.setdefault(peer_of(copy), []).append(copy)
@@ -156,7 +156,7 @@ def _grouped(copies: Iterable[Copy], peer_of: Callable[[Copy], int]) -> dict[int
 def _rounds(
     transfers: DeviceTransfers, item_bytes: int, most_bytes: int | None
 ) -> Iterator[tuple[list[Copy], list[Copy]]]:
-    """Yield the sent and the received copies of each round: one chunk of every box."""
+    """Yield (sent, received) copies of each round; a round moves one chunk of every box."""
     sends, receives = (
         [copy._replace(item_bytes=item_bytes) for copy in side]
         for side in (transfers.outgoing, transfers.incoming)

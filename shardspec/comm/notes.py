@@ -1,7 +1,8 @@
-"""Exchanges notes, short texts, between ranks; in one thread of a process at a time.
+"""Exchanges notes (short texts) between ranks before data moves, to agree or to report an error.
 
 A rank that fails sends the error in place of a note. It also writes the error to the store of the
-process group, from which other ranks read it after a timeout.
+process group, from which other ranks read it after a timeout. Only one thread of a process may
+convert at a time.
 """
 
 import json
@@ -35,7 +36,7 @@ _NOTE_TAG: Final = 0x5AD0
 _VALUE_TAG: Final = 0x5AD1
 """The tag of values too long for a note."""
 _PATIENCE_S: Final = 1.0
-"""Time for which a rank that gives up waits for errors of others in the store."""
+"""Seconds for which a failing rank waits for other ranks' errors in the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ class Notes:
     _owner: int | None = None
     """The thread that converts."""
     _refused: deque[tuple[Note, Sequence[int]]] = field(default_factory=deque)
-    """Unsent notes of failure, for threads that were refused, each with its peers."""
+    """Unsent errors of refused threads, each with the ranks to send it to."""
     _inbox: dict[int, tuple[torch.Tensor, dist.Work]] = field(default_factory=dict)
     """The next note of each peer; its receive is posted early, to save time."""
     _skipped: Counter[int] = field(default_factory=Counter)
@@ -94,16 +95,15 @@ class Notes:
         """Let this thread convert; raises `CommunicatorError` while another thread converts."""
         if os.getpid() != self.job.pid:
             raise CommunicatorError(
-                f"this process is a forked child of rank {self.rank} and no rank of the job, so "
-                "no rank would answer it; convert in the rank itself"
+                f"this process is a forked child of rank {self.rank}, not a rank of the job; "
+                "convert in the rank itself"
             )
         if self.is_mine:
             yield
             return
         if not self._lock.acquire(blocking=False):
             raise CommunicatorError(
-                "another thread of this process is converting; only one may at a time, so let "
-                "this one wait for it"
+                "another thread of this process is converting; convert in one thread at a time"
             )
         self._owner = threading.get_ident()
         try:
@@ -117,8 +117,8 @@ class Notes:
                 # Notes of the refused thread may have reached other ranks instead.
                 raise on_all_ranks(
                     CommunicatorError(
-                        "another thread of this process has come to convert meanwhile, so results "
-                        "may belong to the other one; convert in one thread at a time"
+                        "two threads of this process converted at the same time, so their results "
+                        "may be mixed up; convert in one thread at a time"
                     )
                 )
         finally:
@@ -127,10 +127,10 @@ class Notes:
             self._send_refused()
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks; return their notes by rank. All of these ranks call this.
+        """Exchange notes with some ranks, which all call this; return their notes by rank.
 
-        Stops at the first note that differs from this rank's. Raises `CommunicatorError` if a rank
-        does not answer within the timeout.
+        Stops at the first note that differs from `mine`. Raises `CommunicatorError` if a rank does
+        not answer within the timeout.
         """
         notes: dict[int, Note] = {}
         try:
@@ -158,7 +158,7 @@ class Notes:
     def exchange_values(
         self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes to the ranks in `lengths`; return `lengths` bytes from each."""
+        """Send `content` to the ranks in `lengths`; return the bytes that each of them sends."""
         received = {
             peer: torch.empty(length, dtype=torch.uint8) for peer, length in lengths.items()
         }
@@ -176,7 +176,7 @@ class Notes:
         return {peer: data.numpy().tobytes() for peer, data in received.items()}
 
     def fail(self, error: BaseException, mine: Note, peers: Sequence[int]) -> None:
-        """Send an error to some ranks in place of the next note, and write it to the store."""
+        """Report an error: to some ranks in place of the next note, and to the store."""
         text = failure_text(error)
         content = text.encode(errors="replace")[:NOTE_ROOM]
         self._speak(f"has failed: {text}", failed=True)
@@ -184,13 +184,13 @@ class Notes:
         self._send_refused()
 
     def fail_for(self, error: BaseException, mine: Note, notes: Iterable[Note]) -> None:
-        """Send an error to ranks that wait for this rank in another mesh than the note `mine`."""
+        """Send an error to ranks that wait for this rank, but not on the mesh of `mine`."""
         waiting = {rank for note in notes if self.rank in note.ranks for rank in note.ranks}
         if waiting - mine.ranks:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
     def _send_refused(self) -> None:
-        """Send notes of failure, unless another thread converts, which sends them when it ends."""
+        """Send the errors of refused threads, now or after the conversion of another thread."""
         while self._refused and (self.is_mine or self._lock.acquire(blocking=False)):
             try:
                 note, peers = self._refused.popleft()
@@ -238,7 +238,7 @@ class Notes:
 
     @contextmanager
     def moving(self, transport: Transport, peers: Iterable[int]) -> Iterator[None]:
-        """Let errors quote other ranks; after an error this rank refuses conversions.
+        """Wrap the movement of data: an error quotes other ranks, and ends all later conversions.
 
         Otherwise the next conversion would receive data of this one.
         """
@@ -261,7 +261,7 @@ class Notes:
         return on_all_ranks(CommunicatorError(f"{text}{heard}; {ORDER_RULE}"))
 
     def _give_up(self, error: str, peers: Iterable[int], words: str = "") -> str:
-        """Make this rank refuse conversions; return the errors of other ranks as text."""
+        """Make this rank refuse later conversions; return the errors of other ranks as text."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
         end, states = time.monotonic() + _PATIENCE_S, dict[int, str]()

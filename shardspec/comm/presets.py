@@ -1,8 +1,8 @@
-"""Links of well-known hardware by name, and the clusters made of them.
+"""Gives the links of well-known hardware by name, as in ``links="h100-nvswitch"``.
 
 Each preset is a TOML file beside this module, as ``shardspec profile`` writes them. Its numbers are
-published or fitted to published ones; links measured on your machines are better. Curves price the
-collectives with published times; latency, rate and start price the other steps.
+published or fitted to published ones; links measured on your machines are better. Curves price
+collectives with published times; latency and bandwidth price the other steps.
 
 >>> links, cluster = links_of(DeviceMesh(range(16), (2, 8)), ["ib-ndr-per-gpu", "h100-nvswitch"])
 >>> [link.name for link in links], cluster.per_node, preset_cluster("h100-nvswitch").per_node
@@ -77,7 +77,7 @@ def link_between(preset: LinkPreset) -> Link | None:
 
 
 def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], Cluster]:
-    """Return the link of each axis of a mesh, by the names of presets, and the implied cluster.
+    """Return the link of each axis of a mesh, and the cluster, given the names of presets.
 
     If the axes inside hosts have more devices than a host, they fill several hosts in the order of
     their ids. Raises `MeshError` if hosts cut an axis unevenly, or if the link between them is
@@ -123,12 +123,12 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
 
 
 def _unknown_hosts(mesh: DeviceMesh, preset: LinkPreset) -> MeshError:
-    """Return the error for a mesh that spans several hosts unevenly."""
+    """Return the error for a mesh whose devices cannot be assigned to hosts."""
     return MeshError(
-        f"the nodes of mesh {mesh} are unknown: ids {min(mesh.ids)} to {max(mesh.ids)} are not in "
-        f"one node of {preset.per_node} by {preset.name}, and "
-        + ("do not fill nodes evenly" if preset.between else "nothing joins such nodes")
-        + f"; have an axis for each tier and name both, as in ib-ndr-per-gpu,{preset.name}"
+        f"mesh {mesh} has ids {min(mesh.ids)} to {max(mesh.ids)}, but a node of {preset.name} has "
+        f"{preset.per_node} devices, and "
+        + ("its axes do not fill nodes evenly" if preset.between else "no link joins its nodes")
+        + f"; have an axis across nodes and name both links, as in ib-ndr-per-gpu,{preset.name}"
     )
 
 
@@ -147,7 +147,7 @@ def preset_cluster(
     copy_s = 2 / (memory * 1e9) if memory else 0.0
     if inside.port:
         if between is not None or (per_node or 1) != 1:
-            raise MeshError(f"{name} joins hosts; name the links inside a host first")
+            raise MeshError(f"{name} is a link between hosts; name the link inside a host first")
         return Cluster(inside, inside, 1, copy_s=copy_s)
     number = per_node or inside.room
     if per_node is not None and inside.room is not None and per_node > inside.room:
@@ -172,9 +172,9 @@ def assumed_cluster() -> Cluster:
 
 
 def memory_copy_s(names: Sequence[str], *, required: bool = True) -> float:
-    """Return the seconds in which the slowest of some presets reads and writes one byte.
+    """Return the seconds per byte of a local copy, by the slowest memory of some presets.
 
-    If no preset has a memory rate, raises `MeshError`, or returns 0 if not `required`.
+    If no preset has a memory rate, raises `MeshError` if `required`, else returns 0.
     """
     rates = [rate for name in names if (rate := link_preset(name).memory_gb_per_s) is not None]
     if rates or not required:

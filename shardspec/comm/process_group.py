@@ -1,4 +1,4 @@
-"""The communicator of a rank over `torch.distributed`: gloo on CPU, NCCL on CUDA."""
+"""Runs steps in a job over `torch.distributed`: gloo on CPU, NCCL on CUDA."""
 
 import os
 import pickle
@@ -110,7 +110,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def moving(self, transport: Transport) -> Iterator[None]:
-        """Wrap the movement of data in a block; after an error this rank refuses conversions."""
+        """Wrap the movement of data; after an error this rank refuses later conversions."""
         with self._notes.moving(transport, self._peers):
             yield
 
@@ -184,7 +184,7 @@ class ProcessGroupCommunicator(Communicator):
     def _exchange(
         self, kind: str, content: bytes, device: str, values: Mapping[int, T]
     ) -> tuple[str, dict[int, T]]:
-        """Exchange a note with every rank; return the device type of shards, and all values."""
+        """Exchange a note with all ranks; return the device type of the shards, and all values."""
         value = pickle.dumps(values[self._rank]) if values else b""
         room = NOTE_ROOM - len(content)
         mine = Note(kind, self._members, device, content, value[:room], len(value))

@@ -1,4 +1,4 @@
-"""Allocates the results of steps, sums addends, and checks that every element is written."""
+"""Allocates results of steps, reduces addends, and checks that every element is written."""
 
 import ctypes
 import mmap
@@ -48,9 +48,9 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def checked_result(step: object, result: torch.Tensor) -> Iterator[None]:
-    """Check, if ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
+    """Check that the block writes every element of a tensor, if ``SHARDSPEC_CHECK=1`` is set.
 
-    The tensor is filled with noise; no window of four bytes, or one element, may keep it.
+    The tensor is first filled with noise. Four bytes in a row that keep it are an error.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield

@@ -1,4 +1,4 @@
-"""Steps: one collective or one local move each, as pure data.
+"""Steps of a plan as plain values: each is one collective or one local move.
 
 Several axes of one step share one collective. `backward` follows the convention of
 `torch.distributed.tensor`: a device receives the gradient of its box of the global tensor, so
@@ -14,7 +14,7 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """R → S: keep a part; `axes` are appended to those of the dim, so [S0] becomes [S01]."""
+    """R → S: keep a part of one dim; `axes` are appended to its axes, so [S0] becomes [S01]."""
 
     dim: int
     axes: tuple[int, ...]
@@ -46,7 +46,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """P → S: finish a reduction and keep a part; `axes` are in their order at the end of `dim`."""
+    """P → S: reduce over `axes` and keep a part of `dim`: [R|P0] to [S0]."""
 
     dim: int
     axes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Lists the transfers of one step, sender, receiver and box, as data without tensors and jobs.
+"""Lists the transfers of a step as plain data: which device sends which box to which device.
 
 Devices form groups along the axes of a collective. In a group, a device gets from each member the
 intersection of its own box after the step with the member's box before it. If a reduction is
@@ -25,7 +25,7 @@ Message: TypeAlias = Sequence[Copy]
 """The copies that one device sends to another in one message."""
 
 _ALIGNMENT: Final = 16
-"""Alignment in bytes of the boxes in a message, enough for every dtype."""
+"""Boxes in a message start at multiples of this many bytes, enough for every dtype."""
 _MESSAGE: Final = 1 << 17
 """The cost of starting a message, in elements, on today's links."""
 
@@ -52,7 +52,7 @@ def message_bytes(message: Message) -> int:
 
 
 def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
-    """Return a function that counts the axes, by default of all, on which two devices differ.
+    """Return a function that counts the axes on which two devices differ; by default all count.
 
     >>> distance = distance_on(DeviceMesh(range(4), (2, 2)))
     >>> distance(0, 1), distance(0, 3)
@@ -64,7 +64,7 @@ def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance
 
 
 def distance_of(step: Exchange, mesh: DeviceMesh) -> Distance:
-    """Return the distance function that chooses the senders of an exchange."""
+    """Return the distance by which an exchange chooses senders: the nearest holder sends."""
     if hosted := step.per_node:
         return lambda a, b: (a != b) + (a // hosted != b // hosted)
     return distance_on(mesh, step.apart)
@@ -75,10 +75,10 @@ def exchange_routes(
 ) -> list[Copy]:
     """Return the copies that give every device its box of `after`.
 
-    The ids of `before` and `after` may differ. The sender of a piece is the nearest holder; among
-    equally near ones, the one that has sent least. Because every message takes time to start, a
-    piece is divided only if a holder would otherwise send much more than its share, and more than
-    any device receives. Copies are in the order of `after` and cover every element once.
+    The ids of `before` and `after` may differ. The nearest holder sends a piece; among equally near
+    ones, the holder that has sent least. Messages take time to start, so a piece is divided only if
+    its holder would otherwise send much more than its share, and more than any device receives.
+    Copies are in the order of `after` and cover every element once.
 
     >>> before, after = {0: ((0, 2),), 1: ((2, 4),)}, {0: ((0, 4),), 1: ((3, 4),)}
     >>> [(copy.box, copy.sender, copy.receiver) for copy in exchange_routes(before, after, ne)]
@@ -127,10 +127,10 @@ def exchange_routes(
 def permute_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Copy]:
-    """Return copies in which every device sends one shard and receives one.
+    """Return copies in which every device sends its shard to one device, and receives one.
 
-    Devices whose box does not change keep it. Every such assignment uses the same slowest link, if
-    axes that are slower for short messages are slower for long ones too.
+    Devices whose box does not change keep it. Every other device gets its box from the nearest
+    holder that does not send yet.
 
     >>> before, after = {0: ((0, 2),), 1: ((2, 4),)}, {0: ((2, 4),), 1: ((0, 2),)}
     >>> [(copy.box, copy.sender, copy.receiver) for copy in permute_routes(before, after, ne)]
@@ -223,8 +223,8 @@ class Transfers:
     def of(self, device: int) -> DeviceTransfers:
         """Return the transfers of one device.
 
-        Members are in the order of the mesh, not of the axes in the spec, so that the order of
-        addends, and thus the rounding of sums, is the same on every device.
+        Members are in the order of the mesh, not of the axes in the spec, so that sums add in the
+        same order and round alike on every device.
         """
         return _of_device(self, device)
 
@@ -248,7 +248,7 @@ def _among(
     before: Mapping[int, Box],
     after: Mapping[int, Box],
 ) -> DeviceTransfers:
-    """Return the transfers of a device in a step in which each member receives from each member."""
+    """Return the transfers of a device in a collective, where all members send to each other."""
     incoming = [
         Copy(box, (peer,), device)
         for peer in members

@@ -1,4 +1,4 @@
-"""Makes an HTML page that shows conversions on some meshes, step by step."""
+"""Makes an HTML page on which one chooses two layouts and sees the conversion step by step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _PLANS: Final = 4
 
 _Move: TypeAlias = tuple[Step, Layout, Layout]
 _Links: TypeAlias = Sequence[tuple[str, ...]]
-"""Names of presets per choice: one for all axes, or one per axis of the meshes it fits."""
+"""Choices of links, each with the name of one preset for all axes, or one name per axis."""
 
 
 def explorer_page(
@@ -141,7 +141,7 @@ def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[La
 
 
 def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
-    """Return a cost model per entry of `links` with one preset, or one per axis of the mesh."""
+    """Return a cost model for each entry of `links` that fits the number of axes."""
     models = {
         ",".join(names): CostModel.from_presets(mesh, names)
         for names in links
@@ -199,7 +199,7 @@ def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> di
 
 
 def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
-    """Return kind, text, received bytes, peak bytes, and a bit mask of senders per device."""
+    """Return (kind, text, received bytes, peak bytes, senders of each device as bits) of a step."""
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     transfers = transfers_of(step, before, after)
@@ -218,7 +218,7 @@ def _plans(
     converter: LayoutConverter,
     moves: dict[_Move, int],
 ) -> list[object] | None:
-    """Return the index of the naive plan, then each plan as indices into `moves`; extend these."""
+    """Return the index of the naive plan, then the plans as indices into `moves`; add new moves."""
     if not set(target.spec.partials) <= set(source.spec.partials):
         return None
     plans = list(converter.alternatives(source, target, _PLANS))

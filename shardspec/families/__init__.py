@@ -1,1 +1,1 @@
-"""Model families: a TOML per family lists its tensors; maps and layouts are computed from it."""
+"""Lists the tensors of model families such as Llama: names in each tool, shapes and layouts."""

@@ -1,4 +1,4 @@
-"""Reads families of models from TOML: rows of tensors, and the sizes in their views."""
+"""Reads the TOML of a model family: its tensors, their names in each tool, and their sizes."""
 
 import re
 import tomllib
@@ -20,10 +20,11 @@ CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
     *("latent", "summed"),
 )
-"""Ways to shard a tensor. `latent`: sharded only by Megatron-core's own layers. `summed`: stored
-whole on rank 0 of an engine that adds up all ranks."""
+"""Ways to shard a tensor. `latent`: sharded by Megatron-core's own layers, not by Transformer
+Engine's. `summed`: stored on rank 0 only, by engines that add up the results of all ranks."""
 PLACES: Final = ("file", "live", "megatron", "fused")
-"""Naming conventions: files of transformers, its models in memory, Megatron-core, and engines."""
+"""Naming conventions: files of transformers, its models in memory, Megatron-core, and inference
+engines, which fuse matrices such as q, k and v."""
 NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
 """Naming convention of the output."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
@@ -33,7 +34,7 @@ _HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("prefix", "sizes", "defaults", "aliases", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
 }
-"""Keys of a family besides its rows: the type of each value, and its name in errors."""
+"""Keys of a family's TOML besides its rows -> type of the value, and name of the type in errors."""
 _SLICED: Final = re.compile(r"(\w+)\[")
 
 _Table: TypeAlias = Mapping[str, object]
@@ -45,11 +46,11 @@ class Row(NamedTuple):
     side: Side
     """Name, view and slices in the files of transformers."""
     cut: Mapping[str, str]
-    """One of `PLACES` -> the way in which the tensor is sharded there, one of `CUTS`."""
+    """One of `PLACES` -> one of `CUTS`: how that tool shards the tensor."""
     places: Mapping[str, Side | None]
-    """One of `PLACES` -> name, view and slices there; None if the tensor does not exist there."""
+    """One of `PLACES` -> name, view and slices there; None if that tool has no such tensor."""
     when: tuple[str, ...] = ()
-    """Sizes that must not be 0 for the tensor to exist; after ``not``, sizes that must be 0."""
+    """The tensor exists if these sizes are not 0; a size after ``not`` must be 0."""
     layers: str = ""
     """``dense`` or ``moe`` if only such layers have the tensor."""
     copy_of: str = ""
@@ -62,14 +63,15 @@ class Row(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family of models."""
+    """A family of models, as read from its TOML."""
 
     name: str
     model_types: tuple[str, ...]
     prefix: Mapping[str, str]
     """Prefix of the names of a layer's tensors, by ``hf`` and ``megatron``."""
     rows: Mapping[str, tuple[Row, ...]]
-    """Rows of the ``model``, of each ``layer``, and of each further layer (``mtp``)."""
+    """Rows of the ``model``, of each ``layer``, and of each layer for multi-token prediction
+    (``mtp``)."""
     unused: tuple[str, ...]
     """Names of tensors in files that no map uses."""
     sizes: Mapping[str, str]
@@ -195,7 +197,7 @@ class _Reader:
         self._lines, self._name = text.splitlines(), name
 
     def wrong(self, word: str, problem: str, *, last: bool = False) -> LayoutError:
-        """Return a LayoutError that names the line with a word: the first, or the last."""
+        """Return a LayoutError that names the first line that contains `word`, or the last."""
         lines = [at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0]]
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
@@ -343,14 +345,14 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
-    """Yield (table, `Row`) for all entries of the tables ``model``, ``layer`` and ``mtp``."""
+    """Yield (table, row) for all rows of the tables ``model``, ``layer`` and ``mtp``."""
     for table, rows in family.rows.items():
         for row in rows:
             yield table, row
 
 
 def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
-    """Yield (name without numbers, `Row`, (name, view, slices)) for every row and convention."""
+    """Yield (name without numbers, row, (name, view, slices)) for every row and convention."""
     for table, row in rows_in(family):
         for place, side in row.sides.items():
             if side is not None:
@@ -359,7 +361,7 @@ def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
 
 
 def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:
-    """Return the layers with experts, according to any of the keys that configs have for them.
+    """Return the numbers of the layers with experts, from any key by which configs list them.
 
     >>> moe_layers({"first_k_dense_replace": 2}, 4)
     [2, 3]

@@ -1,4 +1,8 @@
-"""Computes the layout of each tensor of a model in a trainer or an engine."""
+"""Computes how a trainer or an inference engine shards each tensor of a model.
+
+`model_layouts` shows an example: ``"vllm:tp=2"`` shards a fused q, k, v matrix as
+``[S(tp){8,8,8},R]``.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +43,7 @@ _ROUND_UP: Final = 64
 
 
 class ParsedLayout(NamedTuple):
-    """The parsed text of a layout."""
+    """The parsed text of a layout, such as ``"megatron:tp=2,ep=4"``."""
 
     kind: str
     sizes: Mapping[str, int]
@@ -60,7 +64,7 @@ class _Target(NamedTuple):
     name: str
     view: str
     rows: tuple[tuple[Side, str], ...]
-    """(side, way of sharding) of each row of the family that is a part of the tensor."""
+    """(side, way of sharding) of each row of the family that is stored in this tensor."""
 
 
 def parse_layout(text: str) -> ParsedLayout:
@@ -147,10 +151,10 @@ def model_layouts(
 def padded_config(
     config: Mapping[str, object], parsed: ParsedLayout, rows: int | None = None
 ) -> dict[str, object]:
-    """Return a config with the size of the padded vocabulary, ``padded_vocab``.
+    """Return a config with the key ``padded_vocab``: the rows of the padded vocabulary.
 
-    vLLM pads to a multiple of 64. For Megatron-core the config may have the size; the default is
-    `rows`, those of its checkpoint.
+    vLLM pads to a multiple of 64. For Megatron-core the config may have the key; by default it is
+    `rows`, which is read from its checkpoint.
 
     >>> padded_config({"vocab_size": 100}, parse_layout("vllm:tp=2"))
     {'vocab_size': 100, 'padded_vocab': 128}
@@ -164,7 +168,7 @@ def padded_config(
 
 
 class _Sharded:
-    """A model under one layout."""
+    """Computes the layouts of one model, given its config and the parsed text of a layout."""
 
     def __init__(
         self,
@@ -246,7 +250,7 @@ class _Sharded:
         return ModelLayouts(layouts, padding)
 
     def _targets(self) -> Iterator[_Target]:
-        """Yield the tensors of the trainer or engine."""
+        """Yield the tensors that the trainer or engine has, under its own names."""
         place = self._parsed.place
         views: dict[str, str] = {}
         rows: dict[str, list[tuple[Side, str]]] = {}
@@ -349,7 +353,7 @@ class _Sharded:
         return tuple(parts)
 
     def _shown(self, target: _Target) -> str:
-        """Return the name of a target as text for errors, with numbers such as those of layer 0."""
+        """Return the name of a target for errors, with the numbers of its first tensor."""
         return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, label: str, size: int, ranks: int, axis: str) -> None:
@@ -410,7 +414,7 @@ _HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
 
 
 class TensorPlan(NamedTuple):
-    """The sharding style of each tensor in transformers' plan; ``*`` in names is a number.
+    """Transformers' tensor-parallel plan: name -> style; ``*`` in a name stands for a number.
 
     >>> plan = TensorPlan({"layers.*.up_proj": "colwise"}, ranks=2, head_dim=4)
     >>> str(plan.spec("layers.0.up_proj.weight", 2, (8, 4)))
@@ -435,7 +439,7 @@ class TensorPlan(NamedTuple):
         elif style in ("embedding_rowwise", "grouped_gemm"):
             cut = 0
         elif style and style not in _REPLICATED:
-            raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")
+            raise LayoutError(f"{name!r}: transformers' style {shown(style)} is not supported")
         if cut is None or self.ranks == 1:
             return ShardingSpec(dims)
         size = shape[cut]
@@ -457,7 +461,7 @@ def _numberless(name: str) -> str:
 
 
 def plan_specs(config: Mapping[str, object], ranks: int, head_dim: int) -> TensorPlan:
-    """Return transformers' tensor-parallel plan; the model is built on the meta device."""
+    """Return transformers' tensor-parallel plan of a model, built on the meta device."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Selects the weights to quantize: those of linear layers."""
+"""Tells which weights of a model are to be quantized: those of linear layers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -57,9 +57,9 @@ def module_of(name: str) -> str:
 class SkippedModules:
     """Modules that a config lists as not quantized.
 
-    An entry is the first words or the end of a module's name (transformers), a shell pattern
-    (modelopt), or a regular expression after ``re:`` (compressed-tensors). A final ``.weight`` is
-    ignored.
+    An entry is the beginning or the end of a module's name (transformers), a shell pattern
+    (modelopt), or a regular expression after ``re:`` (compressed-tensors). A final ``.weight`` of
+    an entry is ignored.
 
     >>> skipped = SkippedModules(["down_proj", "model.layers.1", "model.layers.*.self_attn"])
     >>> [f"model.layers.{name}.weight" in skipped
@@ -97,7 +97,7 @@ class SkippedModules:
 
 
 def is_exempt(name: str) -> bool:
-    """Return True for the name of an embedding, a norm, a router, a head and the like.
+    """Return True for names of tensors never quantized: embeddings, norms, routers, heads.
 
     >>> is_exempt("lm_head.weight"), is_exempt("mlp.up_proj.weight")
     (True, False)

@@ -1,7 +1,7 @@
-"""Maps between the names of a model in files, in memory, in Megatron-core and in engines.
+"""Makes the name maps of a model between files, models in memory, Megatron-core and engines.
 
-Maps lead through the names in files of transformers: one map to them, and one from them. If names
-may be spelled in several ways, the first map unifies them, and the second reports missing tensors.
+Every conversion goes through the names in transformers' files: one map to them, and one from them.
+If a tool has several spellings of a name, a first map makes them equal.
 """
 
 import re
@@ -16,7 +16,8 @@ from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
-"""Ways to save layers: numbered; stacked if uniform; numbered with stacked experts."""
+"""Megatron-core's ways to save layers: numbered; stacked if all layers have the same tensors;
+numbered with stacked experts."""
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -24,7 +25,8 @@ _LOCAL: Final = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
     (".transformer_layer.", ".mtp_model_layer."),
 )
-"""Pairs: Transformer Engine's and Megatron-core's own layers, or two versions of Megatron-core."""
+"""Pairs of words in names: of Transformer Engine's and of Megatron-core's own layers, or of two
+versions of Megatron-core."""
 _ENGINES: Final = (
     (".experts.routed_experts.", ".experts."),
     (".block_sparse_moe.experts.", ".block_sparse_moe.experts.routed_experts."),
@@ -34,16 +36,16 @@ _ENGINES: Final = (
     (".attn.", ".self_attn."),
     ("model.embedding.", "model.embed_tokens."),
 )
-"""Pairs: a word in names of vLLM, and in those of SGLang or of older versions."""
+"""Pairs of words in names: of vLLM, and of SGLang or older versions."""
 _LOCAL_EXPERT: Final = re.compile(r"(.*\.experts\.)local_experts\.\{e\}\.(linear_fc([12]))\.(\w+)")
 
 
 def chain_of(
     model: Model, source: str, target: str, names: Iterable[str] | None = None
 ) -> tuple[NameMap, ...]:
-    """Return the maps of a model from one format to another, to be applied in turn.
+    """Return the maps from one naming convention to another, to be applied one after the other.
 
-    If `names`, those of the source, have the usual spelling, the first map is omitted.
+    `names` are those of the source; if all have the usual spelling, no map changes spellings.
     """
     for place in (source, target):
         refuse(model, place)
@@ -75,7 +77,7 @@ def chain_of(
 
 
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
-    """Return, for each name in a format, the names or patterns that other versions use for it."""
+    """Map each name in a format to the names or patterns that other versions use for it."""
     map_ = _from_spellings(model, source) or _identity(model, source)
     spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
@@ -145,7 +147,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors of a naming convention that maps drop on purpose."""
+    """Return the tensors of a naming convention that maps drop, such as inverse frequencies."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -158,7 +160,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Return both sides of an equation without unnecessary slices and factors."""
+    """Simplify both sides of an equation: drop unnecessary slices and factors."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)
@@ -183,7 +185,7 @@ def _identity(model: Model, place: str) -> NameMap:
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map from all spellings to the usual ones; None if names have one spelling."""
+    """Return the map from all spellings to the usual ones; None if there is only one spelling."""
     rules: list[tuple[Side, Side]] = []
     if source in _MEGATRON:
         for own, variants in _tensors(model):
@@ -217,7 +219,7 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
 
 
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
-    """Return True if all names are target names of a map, without a prefix."""
+    """Return True if all names are target names of the map, so that it need not change them."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
     identities = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()
@@ -239,9 +241,9 @@ def _to_saved(model: Model, *, stacked: bool) -> NameMap:
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
-    """Yield each tensor of Megatron-core with the ways to store it: (stored side, own side).
+    """Yield each tensor of Megatron-core, and the ways to store it as (stored side, own side).
 
-    The first variant is that of `torch_dist`: uniform layers stacked, and all experts stacked.
+    The first way is that of `torch_dist`, which stacks uniform layers and all experts.
     """
     names: dict[str, str] = {}
     gated = set()
@@ -268,12 +270,12 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
 
 
 def _single(name: str) -> str:
-    """Return the name of an expert's tensor under `singleton_local_shards`."""
+    """Return the name of an expert's tensor if Megatron runs with `singleton_local_shards`."""
     return _LOCAL_EXPERT.sub(r"\1experts.{e}.\2.\4", name)
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
-    """Yield the names and views under which checkpoints store a tensor, `torch_dist`'s first."""
+    """Yield the (name, view) under which checkpoints may store a tensor; `torch_dist`'s first."""
     every: list[Side] = []
     expert = _LOCAL_EXPERT.fullmatch(name)
     if expert is not None:
@@ -292,7 +294,7 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
 
 
 def _respelled(name: str, words: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names with any nonempty choice of `words` replaced.
+    """Return the name with one or more of the `words` (old, new) replaced, in every combination.
 
     >>> _respelled("a.b", [("a", "x"), ("b", "y")])
     ['x.b', 'a.y', 'x.y']

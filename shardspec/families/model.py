@@ -40,11 +40,11 @@ configs suffices; `text`: the text model's config decides.
 """
 _RULES: Final = {kind: rule for rule, kinds in _TIES.items() for kind in kinds.split()}
 MTP: Final = "mtp.layers."
-"""Prefix of the layers that predict further tokens in Megatron-core."""
+"""Prefix of Megatron-core's layers for multi-token prediction."""
 
 
 class Tensor(NamedTuple):
-    """A `Row` with full names, in which ``{i}``, ``{dense}`` or ``{moe}`` stands for layers."""
+    """A tensor of a model; ``{i}``, ``{dense}`` or ``{moe}`` in its names is a layer's number."""
 
     side: Side
     """Name, view and slices in the files of transformers; `places` may override it."""
@@ -62,9 +62,9 @@ class Model:
     sizes: Mapping[str, int | str]
     tensors: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
-    """Tied heads, which a checkpoint may contain as copies."""
+    """Tied output heads, which a checkpoint may contain as copies of the embedding."""
     numbers: Mapping[str, Sequence[int]]
-    """Placeholder -> its numbers, if these are not all from 0 on."""
+    """Placeholder -> its numbers, if these are not simply 0, 1, 2 and so on."""
 
     @property
     def has_uniform_layers(self) -> bool:
@@ -76,7 +76,7 @@ class Model:
         return replace(self, numbers={"dense": (), **self.numbers})
 
     def named(self, name: str) -> Tensor:
-        """Return the tensor of a name; for a missing copy, its origin."""
+        """Return the tensor with a name; for a copy that is missing, the tensor that it copies."""
         every = {tensor.side[0]: tensor for tensor in (*self.tensors, *self.copies)}
         own = {tensor.side[0] for tensor in self.tensors}
         while name not in own:
@@ -84,7 +84,7 @@ class Model:
         return every[name]
 
     def instances(self, text: str) -> Iterator[dict[str, int]]:
-        """Yield placeholder -> number for each tensor of a name with placeholders."""
+        """Yield the numbers of the placeholders in a name, as in ``{"i": 0}``, for each tensor."""
         known = known_sizes(self.sizes)
         names = sorted(placeholders(text))
         ranges = [self.numbers.get(name, range(known.get(f"{{{name}}}", 0))) for name in names]

@@ -1,4 +1,4 @@
-"""Tensor-parallel rules for the rank files of Megatron and Meta."""
+"""Gives the tensor-parallel rules of the rank files of Megatron and Meta, by name of the tensor."""
 
 from functools import lru_cache
 from typing import Final
@@ -19,7 +19,7 @@ _OLD: Final = (
     ("linear_fc2.", "dense_4h_to_h."),
     ("output_layer.", "word_embeddings_for_head."),
 )
-"""Pairs: a word in names of Megatron-core, and in those of older Megatron."""
+"""Pairs of words in names: of Megatron-core, and of older Megatron."""
 _META: Final = {
     "*.attention.wq.weight": "self_attn.q_proj.weight",
     "*.attention.wk.weight": "self_attn.k_proj.weight",
@@ -34,7 +34,7 @@ _META: Final = {
 
 
 def _spec(cut: str, dims: int) -> str:
-    """Return the spec, over the axis tp, of a tensor of `dims` dims for a way to shard it."""
+    """Return the spec over the axis tp of a tensor with `dims` dims; `cut` is one of `CUTS`."""
     cuts = ["R"] * dims
     if cut not in ("replicated", "summed"):
         cuts[-1 if cut == "rows" else 0] = "S(tp)"
@@ -43,10 +43,10 @@ def _spec(cut: str, dims: int) -> str:
 
 @lru_cache(2)
 def megatron_rules(*, gated: bool) -> dict[str, object]:
-    """Return the rules for the files of Megatron's ranks: pattern to spec, or spec and parts.
+    """Return the rules for the files of Megatron's ranks: pattern -> spec, or spec and parts.
 
-    With `gated` feed-forward layers, their first matrix has two parts that are sharded separately.
-    Rows of q, k and v are sorted by groups of heads, so ranks have entire groups.
+    The first matrix of `gated` feed-forward layers has two parts that are sharded separately. Rows
+    of q, k and v are sorted by groups of heads, so each rank has whole groups.
 
     Examples
     --------

@@ -1,4 +1,6 @@
-"""Recognizes which tool's names the tensors of a checkpoint have, after any prefix.
+"""Recognizes whose names the tensors of a checkpoint have: transformers', Megatron's or vLLM's.
+
+Names may have any prefix:
 
 >>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
 >>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")
@@ -43,7 +45,7 @@ class Spelling(NamedTuple):
         return self.inner == self.base and not self.outer
 
     def plain(self, name: str, forms: Collection[str]) -> str:
-        """Return the name in the format for a name in the source."""
+        """Return the name that the format has for a name in the source."""
         if self.is_plain:
             return name
         plain = self.base + name.removeprefix(self.inner)
@@ -52,7 +54,7 @@ class Spelling(NamedTuple):
         return name.removeprefix(self.outer)
 
     def spelled(self, plain: str) -> str:
-        """Return the name in the source for a name in the format."""
+        """Return the name that the source has for a name in the format."""
         if self.base and plain.startswith(self.base):
             return self.inner + plain.removeprefix(self.base)
         return self.outer + plain
@@ -73,7 +75,7 @@ class Recognized(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text that names the tool whose names these are, and the prefix."""
+        """Text with the tool whose names these are, and the prefix."""
         _, inner, outer = self.spelling
         if self.spelling.is_plain:
             return _CALLED[self.format]
@@ -154,7 +156,10 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
 def _spelling(
     model: Model, format: str, samples: Mapping[str, str], forms: Collection[str]
 ) -> Spelling:
-    """Return the prefixes of names in a source; `samples` has one name per name without numbers."""
+    """Return the prefixes of names in a source.
+
+    `samples` has one name for all that differ only in numbers.
+    """
     prefix = model.family.prefix["hf"]
     nested = format != "megatron" and prefix.count(".") > 2
     base = prefix[: prefix.index(".") + 1] if nested else ""
@@ -186,7 +191,7 @@ def _spelling(
 
 
 def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
-    """Return the number of tensors in `shapes` that have the model's shape in a format."""
+    """Count the tensors in `shapes` whose shape is that of the model in a format."""
     known, count = known_sizes(model.sizes), 0
     for tensor in model.tensors:
         side = tensor.places["file" if format == "hf" else format]

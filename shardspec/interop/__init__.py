@@ -1,1 +1,1 @@
-"""Converts specs to and from other libraries; specs without a counterpart are refused."""
+"""Converts specs and tensors to and from torch, JAX and Colossal-AI; refuses what these lack."""

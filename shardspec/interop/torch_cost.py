@@ -1,4 +1,4 @@
-"""Costs for searches over torch's `DTensorSpec`, such as torch's planners and AutoParallel.
+"""Prices redistributions for planners that use torch's `DTensorSpec`, such as AutoParallel.
 
 `redistribute_cost` has the signature of torch's function of that name and also returns
 microseconds; its method `many` prices all edges of a graph at once.
@@ -24,7 +24,7 @@ from shardspec.layout.table import pair_costs
 
 @dataclass(frozen=True, slots=True)
 class RedistributeCost:
-    """A function like torch's ``redistribute_cost``, which prices by the links of a converter.
+    """A function like torch's ``redistribute_cost`` that uses the prices of a `LayoutConverter`.
 
     Examples
     --------
@@ -91,9 +91,9 @@ class RedistributeCost:
     ) -> list[npt.NDArray[np.float64]]:
         """Return for each edge the microseconds from each of its sources to each of its targets.
 
-        The sources of an edge of a graph are the output specs of the producer's strategies, the
-        targets the input specs of the consumer's strategies; specs may repeat. The work grows with
-        the number of specs rather than pairs. Edges between equal lists of specs share one
+        The sources of an edge in the graph are the output specs that its producer may choose, and
+        the targets are the input specs that its consumer may choose; specs may repeat. The work
+        grows with the number of specs rather than pairs. Edges with equal lists of specs share one
         read-only array. Values and errors are those of `many`.
         """
         numbers: dict[object, int] = {}
@@ -131,7 +131,7 @@ class RedistributeCost:
 
 
 def _has_plain_sums(spec: DTensorSpec) -> bool:
-    """Return True if a `ShardingSpec` can express the pending reductions together."""
+    """Return True if a `ShardingSpec` can express the pending reductions of a spec."""
     pending = [placement for placement in spec.placements if placement.is_partial()]
     ops = {placement.reduce_op for placement in pending if type(placement) is Partial}
     known = all(type(placement) is Partial for placement in pending) and "premul_sum" not in ops
@@ -139,7 +139,7 @@ def _has_plain_sums(spec: DTensorSpec) -> bool:
 
 
 def _with_sums(spec: DTensorSpec) -> DTensorSpec:
-    """Return a spec of the same price: masked, scaled and mixed reductions move bytes like sums."""
+    """Replace masked, scaled and mixed reductions by sums, which move the same bytes."""
     placements = tuple(Partial() if p.is_partial() else p for p in spec.placements)
     return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
 

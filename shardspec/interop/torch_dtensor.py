@@ -52,9 +52,9 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
 
 
 def _order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return the order of axes (torch 2.10 or later); None for strided shards.
+    """Return the order in which axes shard each dim; None for strided shards.
 
-    Strided shards encode the order in their split factors.
+    Split factors of strided shards contain the order.
     """
     strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
     return None if strided else getattr(spec, "shard_order", None)
@@ -95,14 +95,14 @@ def torch_dtensor(
     mesh = layout.mesh
     if not _has_torchs_boxes(layout):
         raise LossyConversionError(
-            f"torch splits shape {layout.global_shape} unevenly by {layout.spec} at other places; "
+            f"torch would split shape {layout.global_shape} by {layout.spec} at other indices; "
             "use save_sharded, or redistribute to the mesh's order of axes first"
         )
     if torch_mesh is None:
         torch_mesh = mesh.to_torch(device_type_of(mesh) if shard.is_meta else shard.device.type)
     if len({partial.op for partial in layout.spec.partials}) > 1:
         raise LossyConversionError(
-            f"torch has no tensor with several kinds of reductions pending, as {layout.spec} has; "
+            f"torch has no tensor with several kinds of pending reductions, such as {layout.spec}; "
             "finish one of them first"
         )
     means = [mesh.shape[int(p.axis)] for p in layout.spec.partials if p.op == "avg"]
@@ -232,7 +232,7 @@ def counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
 
 
 class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Makes ``detach`` return another tensor; torch then gives it the version counter."""
+    """Makes ``detach`` return `stand_in`, to which torch then gives the version counter."""
 
     def __init__(self, stand_in: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -245,16 +245,16 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
         _args: Sequence[object] = (),
         _kwargs: object = None,
     ) -> torch.Tensor:
-        """Return the other tensor for any function."""
+        """Return `stand_in` whatever function is called."""
         return self._stand_in
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
-    """Return the tensor with placements that a spec can express, in most cases unchanged.
+    """Redistribute a tensor to placements that a spec can express; most tensors are unchanged.
 
     torch's masked and scaled sums are finished. Shards that are not boxes, as after flattening a
-    sharded dim, are gathered. A pending min, max or prod with a tracked gradient is finished,
-    because torch can differentiate that and a conversion here cannot.
+    sharded dim, are gathered. A pending min, max or prod that requires a gradient is finished,
+    since torch can differentiate this and shardspec cannot.
     """
     # True for each placement that a spec can express, and that tracked gradients pass.
     expressible = [

@@ -1,1 +1,1 @@
-"""Specs, layouts, and the search for the cheapest way between two of them."""
+"""Sharding specs and layouts, and the search for the cheapest conversion between two layouts."""

@@ -1,4 +1,4 @@
-"""Rewrites layouts on different meshes of the same devices as layouts on one common mesh."""
+"""Rewrites layouts on several meshes of the same devices, such as 2x2 and 4x1, for one mesh."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,9 +15,9 @@ from shardspec.mesh.device_mesh import Axis, DeviceMesh
 def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return a mesh of all devices, and the layouts rewritten for it with the same boxes.
 
-    Its axes are split where any mesh has a split: 2x2 and 4x1 give 2x2, 2x3 and 3x2 have no common
-    mesh. Then, or if the meshes have different devices, the layouts are returned unchanged. Pending
-    reductions are dropped.
+    Meshes 2x2 and 4x1 give 2x2; 2x3 and 3x2 have no common mesh. Without a common mesh, or if the
+    meshes have different devices, the layouts are returned unchanged. Pending reductions are
+    dropped.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
 
 
 def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> Layout:
-    """Return a layout rewritten for the common mesh, whose axes are finer."""
+    """Return a layout rewritten for the common mesh, which splits its axes into shorter ones."""
     dims = {}
     for dim, cut in enumerate(layout.spec.dim_specs):
         if axes := _finer(cut, layout.mesh, fine):
@@ -60,7 +60,7 @@ def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> L
 
 
 def _steps(mesh: DeviceMesh) -> list[int]:
-    """Return the distance between neighbors across each axis, innermost first: 2x3 gives 3, 6."""
+    """Return the devices of the innermost axis, of the innermost two, and so on: 2x3 gives 3, 6."""
     return list(accumulate(mesh.shape[::-1], mul))
 
 
@@ -70,19 +70,19 @@ def _between(mesh: DeviceMesh, axis: int) -> range:
 
 
 def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
-    """Return the name of the mesh axis that contains a finer axis; "" without names."""
+    """Return the name of the axis that an axis of the common mesh is part of; "" without names."""
     axes = enumerate(mesh.axis_names or ())
     return next((name for axis, name in axes if cut[0] in _between(mesh, axis)), "")
 
 
 def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the finer axes that replace the axes of a dim."""
+    """Return the axes of the common mesh that replace the axes of a dim."""
     places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
     return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)
 
 
 def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout rewritten for a larger mesh; None if that has no slice equal to its mesh.
+    """Return a layout rewritten for a larger mesh; None if its mesh is not a slice of that.
 
     >>> layout = Layout(DeviceMesh([1, 3], (2,)), "[S0]", (4,), "f32")
     >>> print(on_larger_mesh(layout, DeviceMesh(range(4), (2, 2))))

@@ -1,4 +1,4 @@
-"""Finds the cheapest steps from one layout to another; `LayoutConverter` shows an example."""
+"""`LayoutConverter` finds the cheapest steps from one layout to another, and lists all costs."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
@@ -34,8 +34,8 @@ class LayoutConverter:
     target_model
         Prices on the target's mesh if that differs from the source's; by default its own.
     links
-        The links of the cluster, in place of both models: the name of a preset, one name per axis,
-        or a `shardspec.comm.cluster.Cluster`. By default those of the meshes.
+        The links of the cluster, instead of the models: the name of a preset, one name per axis,
+        or a `shardspec.comm.cluster.Cluster`. By default the links of the meshes.
 
     Examples
     --------
@@ -72,15 +72,15 @@ class LayoutConverter:
         target
             The layout to reach: a spec on the same mesh, or a layout on any mesh.
         max_bytes
-            The most bytes that a device may have during any step, its shards before and after the
-            step together. By default unlimited. On one mesh only.
+            Limit on the bytes of a device's shards before and after any step, in sum. By default
+            there is no limit. Only for a target on the same mesh.
 
         Raises
         ------
         LayoutError
-            If the target is a different tensor, has a pending reduction that the source lacks, or
-            any on another mesh; if every plan needs more than `max_bytes` (the message has the
-            least possible); or if `max_bytes` is set and the target is on another mesh.
+            If the target has another shape or dtype, a pending reduction that the source lacks, or
+            any pending reduction on another mesh; if every plan needs more than `max_bytes` (the
+            message has the minimum); or if `max_bytes` is set for a target on another mesh.
         AxisError
             If the mesh lacks an axis of the target spec.
 
@@ -127,9 +127,9 @@ class LayoutConverter:
     ) -> tuple[ConversionPlan, ...]:
         """Return up to `count` cheapest plans in ascending order of cost; `plan` returns the first.
 
-        Distinct plans differ in a move that communicates. Between two layouts only the cheapest
-        move is considered. No plan visits a layout twice. Consecutive slices count as visits to
-        every layout between them, so no plan gathers a tensor only to slice it again.
+        Plans that differ only in slices count as one. Between two layouts only the cheapest step
+        is considered. No plan visits a layout twice, and several slices in a row visit all layouts
+        between them, so no plan gathers a tensor only to slice it again.
 
         Raises what `plan` raises, and `LayoutError` between two meshes or for more than 1,500
         reachable layouts.
@@ -154,7 +154,7 @@ class LayoutConverter:
                 f"{source}"
             )
         if states_of(source) > graph.MAX_STATES:
-            raise too_many("alternatives are", source, "ask for the plan alone")
+            raise too_many("alternatives", source, "ask for the plan alone")
         prices, move = prices_to_search(source, best.model, max_bytes, goal)
         goals = prices.state(source), prices.state(goal)
         plans = {_moved(best): best}
@@ -183,8 +183,8 @@ class LayoutConverter:
         Raises
         ------
         LayoutError
-            If there are more than 1,500 specs or 512 devices, so that not every exchange is
-            priced; or if the spec has parts or blocks.
+            If there are more than 1,500 specs or 512 devices, which are too many to price every
+            exchange; or if the spec has parts or blocks.
 
         Examples
         --------
@@ -333,7 +333,7 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
-    """Return the layouts before and after each communicating move; distinct plans differ here."""
+    """Return the layouts before and after each step except slices, to tell plans apart."""
     return tuple((before, after) for _, before, after in communicating_moves(plan))
 
 

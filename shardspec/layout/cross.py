@@ -1,4 +1,4 @@
-"""Prices exchanges between layouts, and chooses the specs in which a tensor changes meshes.
+"""Chooses the specs before and after the exchange that moves a tensor to another mesh.
 
 >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
 >>> source, target = Layout(first, "[S0,R]", (8, 8), "f32"), Layout(second, "[S0,R]", (8, 8), "f32")
@@ -66,7 +66,7 @@ _MAX_LISTED: Final = 300_000
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of both meshes' devices: one of the two if it has all devices, else one row."""
+    """Return a mesh of all devices of two meshes: one of the two, or else a mesh of one axis."""
     ids_a, ids_b = set(a.ids), set(b.ids)
     # If the devices are the same, the mesh with more axes has more detailed distances.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
@@ -78,7 +78,7 @@ def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
 
 
 def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: CostModel) -> CostModel:
-    """Return the cost model of `common_mesh`; one row gets the slowest link of both meshes."""
+    """Return the cost model of `common_mesh`; a new axis has the slowest link of both meshes."""
     mesh = common_mesh(a, b)
     if mesh in (a, b):
         return model_a if mesh == a else model_b
@@ -97,7 +97,7 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
 def exchange_to(
     before: Layout, after: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> Exchange:
-    """Return the exchange between two layouts; the models price the meshes of `before`, `after`."""
+    """Return the exchange between two layouts; each mesh has its own model."""
     if before.mesh != after.mesh:
         if target_model is not None:
             model = common_model(before.mesh, after.mesh, model, target_model)
@@ -128,7 +128,7 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
 
 
 def received_bytes(before: Layout, after: Layout) -> int:
-    """Return the bytes that the busiest device of the target's mesh lacks.
+    """Return the bytes that the busiest device of the target's mesh receives.
 
     On a mesh of more than 512 devices this is the maximum over a sample of them.
     """
@@ -149,7 +149,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
 
 
 def live_bytes(before: Layout, after: Layout) -> int:
-    """Return the bytes before and after, in sum, on the fullest device of either mesh."""
+    """Return the bytes of the shards before and after, in sum, on the fullest device."""
     if before.mesh == after.mesh:
         return before.max_local_bytes + after.max_local_bytes
     return max(
@@ -159,7 +159,7 @@ def live_bytes(before: Layout, after: Layout) -> int:
 
 
 def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCell]]:
-    """Yield both layouts, restricted to each box in which a device has at most one box."""
+    """Yield both layouts restricted to each cell, in which a device has at most one box."""
     for cell in cells_of(before, after):
         yield LayoutCell(before, cell), LayoutCell(after, cell)
 
@@ -167,7 +167,7 @@ def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCe
 def _check_devices(mesh: DeviceMesh) -> None:
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"an exchange would join {mesh.size():,} devices; exchanges are planned for up to "
+            f"an exchange among {mesh.size():,} devices is too large to plan; use at most "
             f"{_MAX_DEVICES:,}"
         )
 
@@ -183,8 +183,8 @@ def _boxes_seconds(
     pieces = count_pieces(have, want)
     if pieces > _MAX_PIECES:
         raise LayoutError(
-            f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
-            f"to {_MAX_PIECES:,} are planned: use the same spec on both, or fewer devices"
+            f"a conversion between these meshes would send {pieces:,} pieces, more than "
+            f"{_MAX_PIECES:,}; use the same spec on both, or fewer devices"
         )
     link, distance = (
         _pair_link(meshes, model),
@@ -249,7 +249,7 @@ def count_pieces(have: Boxes, want: Boxes) -> int:
 
 
 def _max_live_elements(have: Boxes, want: Boxes) -> int:
-    """Return the elements before and after, in sum, on the fullest device."""
+    """Return the elements of the boxes before and after, in sum, on the fullest device."""
     return max(
         sum(box_size(boxes[device]) for boxes in (have, want) if device in boxes)
         for device in have.keys() | want.keys()
@@ -258,7 +258,7 @@ def _max_live_elements(have: Boxes, want: Boxes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Candidates:
-    """The specs on one mesh that an exchange between meshes may start from, or lead to."""
+    """The specs on one mesh that an exchange with another mesh may start from, or lead to."""
 
     layout: Layout
     """The source or target of the conversion, whichever is on this mesh."""
@@ -273,7 +273,7 @@ class _Candidates:
 
     @classmethod
     def every(cls, layout: Layout, model: CostModel, leaving: bool) -> "_Candidates":
-        """Return candidates: every spec of the mesh of `layout`, or only its own if too many."""
+        """Return every spec on the mesh of `layout`, or only its own if there are too many."""
         if states_of(layout) > MAX_STATES:
             return cls.alone(layout)
         prices, move = prices_to_search(layout, model, None)
@@ -293,11 +293,11 @@ class _Candidates:
 def cheapest_crossing(
     source: Layout, target: Layout, models: tuple[CostModel, CostModel]
 ) -> tuple[Layout, Layout]:
-    """Return the layouts before and after the exchange to another mesh.
+    """Return the best layouts before and after the exchange to another mesh.
 
-    `models` are the cost models of the two meshes. The result is optimal if all pairs of specs can
-    be considered. On larger meshes it is the best of the pairs that were priced, or just `source`
-    and `target`. Raises `LayoutError` for too many devices or pieces.
+    `models` are the cost models of the two meshes. The result is optimal if there are few enough
+    pairs of specs to consider all; otherwise it is the best pair that was priced, or `source` and
+    `target`. Raises `LayoutError` for too many devices or pieces.
     """
     meshes = source.mesh, target.mesh
     mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
@@ -358,10 +358,10 @@ def _lowest(
 
 
 def _least_exchange(leaving: _Candidates, arriving: _Candidates, model: CostModel) -> Floats:
-    """Return a lower bound of the cost of exchanges between all specs, (leaving, arriving).
+    """Return (leaving, arriving): a lower bound of the cost of an exchange between two specs.
 
-    The bound is the time to send the missing elements of one device over its fastest link, maximum
-    over devices; on a shared bus, those of all devices.
+    The bound is the longest time in which a device gets its missing elements over its fastest
+    link. On a shared bus, the elements of all devices add up.
     """
     meshes = leaving.layout.mesh, arriving.layout.mesh
     place_in_source = {device: place for place, device in enumerate(meshes[0].ids)}

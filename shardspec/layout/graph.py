@@ -13,10 +13,11 @@ axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457. There are two fo
 expands a node on demand, and `Space` stores the whole graph as arrays, to price all edges at once.
 
 Slices are free, so the graph has only slices along single axes; plans join them afterwards. An
-all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of longer lists. If more axes
-are pending, a reduction finishes one of them or all.
+all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of more axes. If there are
+more pending axes, a reduction finishes one of them or all.
 
-Matrices (states, states) have the seconds of the move from the row's state to the column's, or inf.
+A matrix (states, states) has the seconds of the step from the row's state to the column's; inf if
+no single step leads there.
 """
 
 from collections import defaultdict, deque
@@ -57,7 +58,7 @@ PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 SpecState: TypeAlias = tuple[Cuts, PartialState]
 """A spec as tuples, which are quick to hash and to change."""
 Node: TypeAlias = tuple[int, bool]
-"""The index of a state, and True if slices led to it; slices are never followed by slices."""
+"""The index of a state, and True if the path reaches it by slices; other steps must follow them."""
 
 TIE_SECONDS: Final = 1e-12
 """Cost added per move to prefer the plan with fewer moves among equally cheap ones."""
@@ -146,7 +147,7 @@ def successors(
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty subset of axes in every order; if many, only singles and all."""
+    """Yield every non-empty subset of axes in every order; of many axes, each alone and all."""
     if len(axes) > MAX_REORDERED:
         yield from ((axis,) for axis in axes)
         yield tuple(axes)
@@ -164,8 +165,8 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
     """
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
-            f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
-            f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
+            f"cannot plan conversions for {num_axes} mesh axes and {dims} dims; use at most "
+            f"{_MAX_AXES} axes and {_MAX_DIMS} dims"
         )
     # p axes stay pending; k of the others, in order, are distributed over the dims.
     return sum(
@@ -176,9 +177,9 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return True if states that differ by an order of dims, or of equal axes, have equal prices.
+    """Return True if prices stay equal when dims, or axes of equal length, are permuted.
 
-    They do if every dim divides evenly. False also if there are too many permutations.
+    They do if every dim divides evenly. Returns False if there are too many permutations.
 
     >>> is_symmetric((8, 8), (2, 4)), is_symmetric((8, 9), (2, 4))
     (True, False)
@@ -190,7 +191,7 @@ def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """All specs of some axes, rank and pending reductions, and the steps between them."""
+    """All specs for some number of axes and dims, and the steps between them."""
 
     num_axes: int
     dims: int
@@ -202,19 +203,19 @@ class Space:
     list_index: Ints
     """(states, dims): index into `lists` of the axes that shard each dim."""
     num_finished: int
-    """Number of leading states without pending reduction; permute and exchange connect these."""
+    """The first `num_finished` states have no pending reduction; exchanges connect only these."""
     steps: dict[tuple[int, int], Step]
     """(source state, target state) -> step."""
 
 
 @lru_cache(maxsize=4)
 def orbits(space: Space, axis_kinds: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
-    """Return one representative for each group of equally priced states, and permutations to it.
+    """Return one state for each group of equally priced states, and the permutations to it.
 
-    States in one orbit cost the same, as [S0,R] and [R,S0] of an even square do. They differ by a
-    permutation of tensor dims (all but the first dim if `first`), or of mesh axes with the same
-    number in `axis_kinds`. Row ``u`` of the second array (states, states) maps every state by the
-    permutation that takes ``u`` to its representative.
+    On an even square, [S0,R] and [R,S0] cost the same. Such states differ by a permutation of dims
+    (without the first dim if `first`), or of axes with the same number in `axis_kinds`. Row ``u``
+    of the second array (states, states) has every state after the permutation from ``u`` to the
+    chosen state of its group.
     """
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), pending] for cuts, pending in space.states]
@@ -259,10 +260,10 @@ def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
 
 
 def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.add) -> Floats:
-    """Return (sources, states): the least seconds from each source to every state.
+    """Return (sources, states): the seconds of the cheapest path from each source to every state.
 
-    With `np.maximum` as `join`, the least possible maximum over the moves of a path. This is
-    Bellman-Ford relaxation, in as many rounds as the longest cheapest path has moves.
+    `join` adds the moves of a path; `np.maximum` gives the path whose largest move is smallest.
+    This is the Bellman-Ford algorithm, with as many rounds as the longest cheapest path has moves.
 
     >>> move = np.array([[inf, 1.0, 5.0], [inf, inf, 2.0], [inf, inf, inf]])
     >>> distances(move, [0]), distances(move, [0], np.maximum), shortest_walk(move, 0, 2)
@@ -322,8 +323,8 @@ def cheapest_path(
 ) -> list[tuple[Step, SpecState]] | None:
     """Return the cheapest steps from one state to another, each with the state after it.
 
-    None if `max_edges` steps contain no path cheaper than `bound`. This is Dijkstra's algorithm;
-    networkx would need all edges in advance, millions for six axes.
+    Returns None if the first `max_edges` steps give no path cheaper than `bound`. This is
+    Dijkstra's algorithm. networkx would need all edges in advance, which are millions for six axes.
     """
     best: dict[SpecState, float] = {source: 0.0}
     came_from: dict[SpecState, tuple[SpecState, Step]] = {}
@@ -362,10 +363,10 @@ def cheapest_paths(
     goal: int,
     count: int,
 ) -> Iterator[list[Node]]:
-    """Yield at least the `count` cheapest paths in order; consecutive slices form one edge.
+    """Yield the `count` cheapest paths in order, or more; consecutive slices form one edge.
 
-    Paths are extended in the order of a lower bound of their total cost (A*).
-    `networkx.shortest_simple_paths` would include paths that gather and slice back.
+    The path with the lowest bound of its total cost is extended first (A*).
+    `networkx.shortest_simple_paths` would include paths that gather and then slice again.
     """
     states, sliced = space.states, defaultdict[int, list[int]](list)
     # Paths do not return to the start, and end at the goal.
@@ -390,7 +391,7 @@ def cheapest_paths(
         return num_slices
 
     def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
-        """Yield each next node, the seconds of the edge, and the states that it visits."""
+        """Yield (next node, seconds to it, states visited on the way)."""
         state, after_cut = node
         least = move[state] + rest
         for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
@@ -420,7 +421,7 @@ def cheapest_paths(
 
 
 def _between(before: SpecState, after: SpecState) -> frozenset[SpecState]:
-    """Return every state between `before` and `after` in any order of slices, without `before`."""
+    """Return the states that slices from `before` to `after` may visit, in any order of slices."""
     parts = (
         [longer[:length] for length in range(len(shorter), len(longer) + 1)]
         for shorter, longer in zip(before[0], after[0], strict=True)

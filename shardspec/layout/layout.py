@@ -1,4 +1,4 @@
-"""Layouts: mesh, spec, global shape and dtype of a tensor; they give the box of each device."""
+"""Layouts: mesh, spec, shape and dtype of a tensor, from which the box of each device follows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,12 +46,14 @@ def is_own_spec(spec: SpecLike) -> TypeGuard[OwnSpec]:
 
 def checked_mesh(mesh: object) -> DeviceMesh:
     """Return the mesh; raises `LayoutError` if it is not shardspec's `DeviceMesh`."""
+    if mesh is None:
+        raise LayoutError("no mesh: give device_mesh, such as DeviceMesh(range(4), (2, 2))")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
         name = "torch DeviceMesh" if kind.__module__.startswith("torch.") else kind.__name__
         raise LayoutError(
-            f"the mesh is a {name}; give a DeviceMesh of shardspec: DeviceMesh.from_torch takes "
-            "torch's"
+            f"the mesh is a {name}; give a DeviceMesh of shardspec, as by "
+            "DeviceMesh.from_torch(mesh)"
         )
     return mesh
 
@@ -279,7 +281,7 @@ class Layout:
 def _checked(
     mesh: DeviceMesh, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
 ) -> tuple[ShardingSpec, tuple[int, ...], str, int]:
-    """Return the fields of a layout except its mesh; raises what `Layout` raises.
+    """Check the fields of a layout except its mesh, and return them; raises what `Layout` raises.
 
     Cached, because models have many tensors but few shapes and specs.
     """
@@ -303,8 +305,8 @@ def _checked(
         for part in cut.parts:
             if part.shares and devices % part.shares:
                 raise LayoutError(
-                    f"spec {spec}: part {part} of dim {dim} has {part.shares} shares for {devices} "
-                    "devices; give a divisor of their number"
+                    f"spec {spec}: part {part} of dim {dim} has {part.shares} shares, which do not "
+                    f"divide {devices} devices; give a divisor"
                 )
     for partial in resolved.partials:
         _check_reducible(partial.op, dtype)
@@ -314,7 +316,7 @@ def _checked(
 def _part_intervals(
     cut: DimSpec, size: int, splits: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the intervals of a dim with parts or blocks that one device has."""
+    """Return one device's intervals of a dim that has parts or blocks."""
     devices, place = 1, 0
     for count, index in splits:
         devices, place = devices * count, place * count + index
@@ -368,9 +370,7 @@ class LayoutCell:
 
 
 def cells_of(*layouts: Layout) -> tuple[Box, ...]:
-    """Return the boxes into which the parts of all layouts divide a tensor.
-
-    In every layout, a device has at most one box of each cell.
+    """Divide a tensor into cells in which every device has at most one box, in every layout.
 
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> cells_of(Layout(mesh, "[S0{4,2}]", (6,), "int8"), Layout(mesh, "[R]", (6,), "int8"))

@@ -1,4 +1,4 @@
-"""Lists the transfers of a step between two layouts, as data for communicators."""
+"""Lists the boxes that devices send to each other in a step between two layouts."""
 
 from functools import lru_cache
 

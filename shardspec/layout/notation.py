@@ -1,4 +1,4 @@
-r"""The text form of sharding specs, read as plain data.
+r"""Parses the text form of sharding specs, such as ``[S01,R|P2]``.
 
 The notation is that of Alpa and Colossal-AI, extended by pending reductions and axis names::
 
@@ -9,9 +9,9 @@ The notation is that of Alpa and Colossal-AI, extended by pending reductions and
     partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
 
 In rules one dim may be ``...``. Brackets and blanks are optional on input. Each bare digit is one
-axis; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately, ``1024/2``
-in two shares: on four devices, the first two have copies of the first share. ``*128`` cuts only
-at multiples of 128.
+axis; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately: a part
+``1024/2`` has two shares, so of four devices the first two have copies of the first share. With
+``*128`` all shard boundaries are multiples of 128.
 """
 
 import re
@@ -60,7 +60,7 @@ def _after_blanks(pattern: str) -> re.Pattern[str]:
 
 
 class _Parser:
-    """A cursor over the text. Each method reads one rule of the grammar."""
+    """Reads a text from left to right; each method parses one rule of the grammar."""
 
     def __init__(self, text: str, *, for_rule: bool) -> None:
         self._text = text

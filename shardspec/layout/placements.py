@@ -1,9 +1,8 @@
 """Converts specs to placements of `torch.distributed.tensor`, one per mesh axis, and back.
 
-torch splits a dim by the axes that shard it from left to right. If axes to the right of an axis
-split first, its placement is a ``_StridedShard`` whose split factor is the number of parts that
-those axes make: `[S10]` on a 2x2 mesh is
-``(_StridedShard(0, split_factor=2), Shard(0))``. The rule is
+torch splits a dim along the mesh axes from left to right. In `[S10]` on a 2x2 mesh axis 1 splits
+first, so axis 0 gets a ``_StridedShard`` whose split factor is the number of parts that axis 1
+makes: ``(_StridedShard(0, split_factor=2), Shard(0))``. The rule is
 ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13. If only one axis shards a dim,
 the factor is the number of separately sharded parts: `[S0{4,4}]` on a mesh of 2 is
 ``(_StridedShard(0, split_factor=2),)``. This module does not import torch.
@@ -58,7 +57,7 @@ def is_placements(value: object) -> bool:
 
 
 def own_placements(placements: object) -> tuple[Placement, ...]:
-    """Return torch's placements, for which `is_placements` is true, as `Placement` values.
+    """Return torch's placements as `Placement` values of this module.
 
     Raises `LayoutError` for other objects, and `LossyConversionError` for a masked or scaled
     partial.
@@ -83,7 +82,7 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
         if kind is types._StridedShard:
             factor = int(placement.split_factor)
         if dim is None:
-            raise LayoutError(f"{placement!r}: a dim is a whole number")
+            raise LayoutError(f"{placement!r}: give a whole number as dim")
         return Split(dim, factor)
     if kind is types.Partial and placement.reduce_op in REDUCE_OPS:
         return REDUCE_OPS[placement.reduce_op]
@@ -94,7 +93,7 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
 
 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placement of every mesh axis, for a spec with numbered axes.
+    """Return the placement of every mesh axis; the axes of `spec` must be numbers.
 
     Raises `LossyConversionError` for blocks, and for parts that torch cannot express.
 
@@ -207,6 +206,6 @@ def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None
 
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:
-    """Return the parts into which torch divides a dim before an axis shards each of them."""
+    """Return the parts into which a split factor divides a dim; an axis shards each of them."""
     intervals = (split_interval(0, size, factor, place) for place in range(factor))
     return tuple(Part(hi - lo) for lo, hi in intervals if lo < hi)

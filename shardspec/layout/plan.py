@@ -1,4 +1,4 @@
-"""Conversion plans: the ordered steps between two layouts with their costs."""
+"""Conversion plans: the ordered steps between two layouts, with seconds, bytes and memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ Move: TypeAlias = tuple[Step, Layout]
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """The ordered steps from one layout to another; a plain value without groups or tensors.
+    """The ordered steps from one layout to another, as a plain value without process groups.
 
     Examples
     --------
@@ -221,14 +221,14 @@ def plan_of_moves(
     model: CostModel,
     target_model: CostModel | None = None,
 ) -> ConversionPlan:
-    """Return the plan that starts at a layout and makes some moves."""
+    """Return the plan that consists of some moves from a layout."""
     moves = list(moves)
     layouts = (source, *(layout for _, layout in moves))
     return ConversionPlan(tuple(step for step, _ in moves), layouts, model, target_model)
 
 
 def communicating_moves(plan: ConversionPlan) -> tuple[tuple[Step, Layout, Layout], ...]:
-    """Return the moves that are not slices; slices are local and can be reordered.
+    """Return the moves of a plan except slices, which are local.
 
     >>> from shardspec import DeviceMesh, LayoutConverter
     >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (8, 8), "f32")
@@ -242,7 +242,7 @@ def communicating_moves(plan: ConversionPlan) -> tuple[tuple[Step, Layout, Layou
 
 
 def model_between(plan: ConversionPlan, before: Layout, after: Layout) -> CostModel:
-    """Return the cost model of a step between two layouts of a plan, in either direction."""
+    """Return the model that prices a step between two layouts of a plan, or the step back."""
     if plan.target_model is None:
         return plan.model
     of_mesh = {plan.target.mesh: plan.target_model, plan.source.mesh: plan.model}
@@ -266,7 +266,7 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device receives in a step.
 
     Collectives count as bandwidth-optimal: an all-gather of 100 bytes over 4 devices receives 300.
-    For permute and exchange these are the bytes that the device lacks.
+    In a permute or exchange, a device receives the bytes that it lacks.
     """
     if isinstance(step, Permute | Exchange):
         return received_bytes(before, after)
@@ -274,7 +274,7 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
 
 
 def known_error(plans: Iterable[ConversionPlan]) -> str:
-    """Return a sentence about the accuracy of plans: errors of links, costs not measured."""
+    """Return a sentence about the accuracy of plans: errors of links, and unmeasured steps."""
     links: dict[Link, None] = {}
     unknown: dict[str, None] = {}
     for plan in plans:

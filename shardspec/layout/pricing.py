@@ -1,4 +1,4 @@
-"""Prices every single move between the specs of one tensor on one mesh.
+"""Computes the seconds of every single step between the specs of one tensor on one mesh.
 
 >>> from shardspec import DeviceMesh
 >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S01]", (4_000_000,), "f32")
@@ -10,10 +10,10 @@ True
 >>> prices.step(prices.state(source), prices.state(target))
 Permute(axes=(0, 1))
 
-The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If all
-shards are equally large, prices of permute and exchange depend only on the mesh, the specs and the
-number of elements, and specs that differ by an order of dims or of equivalent axes have equal
-prices. Otherwise prices are computed for the shape of the tensor.
+The cost model prices collectives, and `shardspec.layout.routed` prices permutes and exchanges. If
+all shards are equally large, their prices depend only on the mesh, the specs and the number of
+elements, and stay equal when dims, or axes with equal links, are permuted. Otherwise prices are
+computed for the shape of the tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,16 +75,16 @@ class Prices:
     local_bytes: Floats
     """Bytes of the largest shard of each state."""
     seconds: Floats
-    """(states, states): row to column; inf where no single move exists."""
+    """(states, states): seconds from the row's state to the column's; inf without a single step."""
     kind: npt.NDArray[np.int8]
     """0 where a collective or slice is the cheapest, 1 for a permute, 2 for an exchange."""
     routed: bool
-    """True if permute and exchange are priced; False if there are too many pairs."""
+    """True if permutes and exchanges are priced; False if there are too many pairs of specs."""
     model: CostModel
 
     @cached_property
     def live_bytes(self) -> Floats:
-        """Bytes before and after each move, in sum, on the fullest device; inf without a move."""
+        """Bytes of the shards before and after each move on the fullest device; inf without one."""
         live: Floats = self.local_bytes[:, None] + self.local_bytes
         return np.where(np.isfinite(self.seconds), live, np.inf)
 
@@ -93,7 +93,7 @@ class Prices:
         return self.space.index[state_of(layout.spec)]
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":
-        """Return the prices with permute and exchange between two specs added."""
+        """Add the permute and the exchange between two specs; return the new prices."""
         pair = self.state(source), self.state(target)
         seconds, kind = self.seconds.copy(), self.kind.copy()
         each = (seconds[pair], *pair_prices(source, target, self.model))
@@ -102,9 +102,9 @@ class Prices:
         return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
-        """Return the prices with slices along several axes as single moves.
+        """Make slices along several axes single moves; return the new prices.
 
-        A joined slice has no intermediate shards to count in `live_bytes`.
+        A single slice has no shards in between that would count in `live_bytes`.
         """
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
@@ -146,7 +146,7 @@ def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
 
 
 def changed_axes(*both: Cuts) -> tuple[int, ...]:
-    """Return the axes that shard another dim, or the same in another order, ascending.
+    """Return the axes whose dim, or position in the dim, changes between two specs, ascending.
 
     >>> changed_axes(((0, 1), ()), ((0,), (1,)))
     (1,)
@@ -158,7 +158,7 @@ def changed_axes(*both: Cuts) -> tuple[int, ...]:
 
 
 def alike_axes(model: CostModel) -> tuple[int, ...]:
-    """Return a number for each mesh axis, equal for axes of the same length and link.
+    """Return a number per mesh axis; axes of the same length and link have the same number.
 
     >>> from shardspec.comm.curves import Link
     >>> alike_axes(CostModel((2, 4, 2), (Link(1e-6, 1e-12),) * 3))
@@ -182,10 +182,10 @@ def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> 
 def prices_to_search(
     source: Layout, model: CostModel, max_bytes: int | None, target: Layout | None = None
 ) -> tuple[Prices, Floats]:
-    """Return prices, and the seconds of moves within `max_bytes` with the tie-breaker added.
+    """Return the prices, and the matrix to search: their seconds plus a tie-breaker.
 
-    If there are too many pairs of specs to price every permute and exchange, only those between
-    `source` and `target` are priced.
+    Moves that exceed `max_bytes` are inf. If there are too many pairs of specs to price every
+    permute and exchange, only those between `source` and `target` are priced.
     """
     prices = prices_of(source, model)
     if max_bytes is not None:
@@ -233,7 +233,7 @@ large_prices = lru_cache(maxsize=4)(_prices)
 
 
 def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
-    """Return a cached `model.lines`: steps with the same kind and axes share one result."""
+    """Return `model.lines` with a cache: steps of the same kind and axes share one result."""
     lines_of: dict[object, tuple[Line, ...]] = {}
 
     def lines(step: Step) -> tuple[Line, ...]:
@@ -248,9 +248,9 @@ def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineArrays]]:
-    """Return (states before, states after, price lines over shard bytes) of all steps.
+    """Return (states before, states after, price lines) of all collectives and slices.
 
-    The lowest line is the price.
+    The price is the lowest of the lines at the bytes of a shard.
     """
     of_edges = list(map(step_lines(model), space.steps.values()))
     most = max(map(len, of_edges), default=1)
@@ -263,9 +263,9 @@ def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[LineA
 def _routed(
     global_shape: tuple[int, ...], item: int, model: CostModel, max_work: float
 ) -> tuple[Floats, Floats] | None:
-    """Return the seconds of permute and exchange between all states without pending reductions.
+    """Return the seconds of permutes, and of exchanges, between all states without reductions.
 
-    None if there are more than `max_work` pairs times devices.
+    Returns None if pairs times devices exceed `max_work`.
     """
     mesh_shape = model.mesh_shape
     dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
@@ -309,7 +309,10 @@ def _routed(
 
 @lru_cache(maxsize=8)
 def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, LineArrays]]:
-    """Return price lines from one state per group of equally priced ones to all states."""
+    """Return price lines of permutes and exchanges from one state of each orbit to all states.
+
+    Evenly divided states in one orbit have equal prices; see `shardspec.layout.graph.orbits`.
+    """
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
     scale, rows = prod(sizes), []
@@ -326,7 +329,7 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, LineArrays, L
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
 ) -> Iterator[tuple[Ints, LineArrays, LineArrays]]:
-    """Yield batches of sources sharded by the same axes, with prices of permute and exchange."""
+    """Yield (sources, permute lines, exchange lines) in batches of sources with the same axes."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
@@ -340,7 +343,7 @@ def _rows(
 
 @lru_cache(maxsize=1024)
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange on one mesh; inf if not applicable."""
+    """Return the seconds of a permute, and of an exchange, on one mesh; inf if impossible."""
     pair = state_of(source.spec)[0], state_of(target.spec)[0]
     lists = list(dict.fromkeys((*pair[0], *pair[1])))
     routing = Routing(model, source.global_shape, lists)

@@ -1,4 +1,4 @@
-"""Prices permute and exchange from the boxes of every device before and after.
+"""Computes the seconds of permutes and exchanges from the boxes of every device before and after.
 
 >>> from shardspec.comm.curves import Link
 >>> model = CostModel((2, 2), (Link(1e-5, 1e-9), Link(1e-6, 1e-10)))
@@ -8,10 +8,10 @@
 (array([1.2e-05]), array([1.2e-05]))
 
 Every device gets the elements it lacks from the nearest holders. Equally near holders of the same
-box share the sending. Per device and link the seconds are ``alpha + bytes * beta``. The price of an
-exchange is that of the busiest device, sending or receiving; the price of a permute is that of the
-slowest link used. On a shared bus the bytes of all devices add up instead. Such a price is the
-maximum of a few lines ``fixed + slope * elements``.
+box share the sending. A link takes ``alpha + bytes * beta`` seconds for a device. An exchange takes
+as long as its busiest device, and a permute as long as the slowest link used. On a shared bus the
+bytes of all devices add up instead. Such a price is the maximum of a few lines
+``fixed + slope * elements``.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ LineArrays: TypeAlias = tuple[Floats, Floats]
 """Prices as the maximum of lines: their fixed parts and slopes, along the last axis."""
 
 MAX_EXACT_DEVICES: Final = 512
-"""The most devices of a mesh on which every device is priced. On larger meshes only the corners
-are, which is exact for even cuts and axes of equal length."""
+"""The most devices of a mesh on which every device is priced. On larger meshes only the corners of
+the mesh are priced, which is exact for even shards and axes of equal length."""
 _MAX_PAIRS: Final = 1 << 20
 """The most pairs of priced corners and devices; at least four corners are priced."""
 _ROUNDING: Final = 1e-12
@@ -51,10 +51,10 @@ def value_at(lines: LineArrays, x: float) -> Floats:
 
 
 def pruned(fixed: Floats, slope: Floats) -> LineArrays:
-    """Return the lines that determine the maximum for some ``x >= 0``, usually few.
+    """Return the lines that are the highest at some ``x >= 0``; they are usually few.
 
-    The upper envelope of the lines found is convex, so a line that exceeds it does so at a crossing
-    of two of them.
+    The maximum of the lines found so far is convex, so a line that rises above it does so where
+    two of them cross.
 
     >>> pruned(np.array([3.0, 1.0, 0.0]), np.array([0.0, 0.1, 2.0]))
     (array([3., 0.]), array([0., 2.]))
@@ -138,7 +138,7 @@ def longest(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size:
 
 
 class _Dim:
-    """Overlaps of the devices' parts of one tensor dim, for every pair of lists of axes."""
+    """Overlaps between devices' parts of one tensor dim, for all ways to shard it by axes."""
 
     def __init__(
         self, mesh_shape: tuple[int, ...], rows: Ints, lists: Sequence[tuple[int, ...]], size: int
@@ -160,11 +160,11 @@ class _Dim:
         self._sums: dict[int, tuple[Floats, Floats]] = {}
 
     def sums(self, varying: int) -> tuple[Floats, Floats]:
-        """Return sum and number of overlaps with other devices, each (lists, lists, rows).
+        """Return the elements and the number of a device's overlaps, each (lists, lists, devices).
 
-        An overlap is that of the row device's part under the second list and another device's part
-        under the first. The others differ from the row device only on axes in `varying`, which has
-        one bit per axis.
+        Entry (a, b, device) compares the part of `device` if axes `b` shard the dim with the parts
+        of other devices if axes `a` do. Only devices that differ on axes in `varying` count, which
+        has one bit per axis.
         """
         # A dict, as a cache of a bound method would keep these arrays alive.
         if varying in self._sums:
@@ -187,7 +187,7 @@ class _Dim:
         return self._sums[varying]
 
     def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
-        """Return (pairs, rows, devices): True where two parts are the same non-empty interval."""
+        """Return (pairs, devices, devices): True where two parts are the same nonempty interval."""
         lo, hi = self.lo[a][:, self._rows, None], self.hi[a][:, self._rows, None]
         same: npt.NDArray[np.bool_] = lo == self.lo[b][:, None]
         same &= hi == self.hi[b][:, None]
@@ -196,7 +196,10 @@ class _Dim:
 
 
 class Routing:
-    """Prices of permute and exchange between specs: rows of indices into `lists`, one per dim."""
+    """Prices of permutes and exchanges between specs.
+
+    A spec is a row of indices into `lists`: the axes that shard each dim.
+    """
 
     def __init__(
         self, model: CostModel, sizes: Sequence[int], lists: Sequence[tuple[int, ...]]
@@ -209,15 +212,15 @@ class Routing:
         self._bits = np.array([sum(1 << axis for axis in axes) for axes in lists], np.int64)
 
     def axis_bits(self, specs: Ints) -> Ints:
-        """Return the axes that shard any dim of each spec, as bits."""
+        """Return the axes that each spec uses, one bit per axis."""
         bits: Ints = self._bits[specs].sum(axis=-1)
         return bits
 
     def lines(self, sources: Ints, targets: Ints) -> tuple[LineArrays, LineArrays]:
-        """Return the prices of permute and exchange for pairs of specs, as lines over item bytes.
+        """Return the price lines of permutes, and of exchanges, from each source to its target.
 
-        All sources must be sharded by the same axes. A permute between different sets of boxes
-        costs inf.
+        All sources must use the same axes. A permute between different sets of boxes costs inf.
+        Lines are functions of the bytes of an element.
         """
         used = int(self.axis_bits(sources[:1])[0])
         same_boxes = (targets != sources).any(axis=-1)
@@ -237,10 +240,10 @@ class Routing:
         return elements
 
     def _exchange(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the prices of exchanges as lines, with devices fetched from nearest axes first.
+        """Return the price lines of exchanges; a device receives from the nearest holders first.
 
-        The devices that differ from a device only on some axes have products of parts, one per
-        dim. So the elements that it gets from them are a product of sums over single dims.
+        Boxes are products of parts, one per dim. So the elements that a device gets from all
+        devices which differ on some axes are a product of sums, one per dim.
         """
         model, mesh_shape, every = self._model, self._mesh_shape, (1 << len(self._axes)) - 1
         slow_axes = slower_axes(model, [axis for axis in self._axes if used >> axis & 1])
@@ -250,9 +253,9 @@ class Routing:
 
         @cache
         def reached(varying: int) -> Floats:
-            """Return (elements, peers) received, then sent; a device counts as its own peer.
+            """Return elements and peers received from, then elements and peers sent to.
 
-            Replicas share the sending equally.
+            A device counts as its own peer. Replicas share the sending equally.
             """
             asking = varying & used | sharing
             totals = np.ones((4, len(targets), len(self._rows)))
@@ -299,7 +302,7 @@ class Routing:
         return fixed + exchange_start(model) * moving, slope + model.copy_s * moving * elements
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> LineArrays:
-        """Return the prices of permutes as lines, if source and target have equal boxes."""
+        """Return the price lines of permutes; each source must have the boxes of its target."""
         bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:
@@ -333,10 +336,10 @@ class Routing:
 
 @lru_cache(maxsize=8)
 def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the priced devices, and the axes on which each differs from every device.
+    """Return the devices to price, and the axes on which each differs from every device.
 
-    The arrays are the rows; (rows, devices), a bit per axis that differs; the distinct values of
-    these bits; and (rows, devices), the index of each pair's bits among them.
+    The arrays are the devices to price; (these, devices): one bit per axis that differs; the
+    distinct values of these bits; and (these, devices): the index of the bits among the values.
     """
     coordinates = device_coordinates(mesh_shape)
     rows = np.arange(len(coordinates))

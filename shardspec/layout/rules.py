@@ -1,4 +1,4 @@
-"""Rules that give tensors their specs by patterns of their names.
+"""Gives tensors their specs by rules, which are patterns of names: ``{"*.bias": "[R]"}``.
 
 A rule is a shell pattern with a spec. If several rules match a name, the last one applies. A spec
 with ``...`` is for tensors of any number of dims: ``[S(dp),...]`` shards the first dim.
@@ -25,7 +25,7 @@ _MAX_SHOWN: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
-    """The spec of a rule, for tensors of one number of dims or, with ``...``, of any.
+    """The spec of a rule; with ``...`` it fits tensors of any number of dims.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def last_match(patterns: Iterable[str], name: str) -> str | None:
 def winning_patterns(
     patterns: Sequence[str], names: Iterable[str], what: str = "tensor"
 ) -> dict[str, str]:
-    """Return the last pattern that matches each name; names without a match are missing.
+    """Return the last pattern that matches each name; skip names that no pattern matches.
 
     Raises `LayoutError` for a pattern that matches no name, or only names that later patterns
     match too.

@@ -1,4 +1,4 @@
-"""Searches for the cheapest plan, on one mesh or across two, and makes the naive plan.
+"""Searches for the cheapest plan between two layouts, and makes the naive plan to compare with.
 
 >>> from shardspec import DeviceMesh
 >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (4096, 4096), "f32")
@@ -55,7 +55,7 @@ def cheapest_plan(
     """
     if max_bytes is not None and target_model is not None:
         raise LayoutError(
-            f"max_bytes bounds conversions on one mesh, and {target} is on another mesh than "
+            f"max_bytes is for conversions on one mesh, but {target} is on another mesh than "
             f"{source}; omit it, or bound the buckets of plan_reshard(max_bytes=)"
         )
     if not (source.spec.is_plain and target.spec.is_plain):
@@ -83,28 +83,28 @@ def _moves_on_mesh(
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
-    raise too_many("max_bytes is", source, "omit it")
+    raise too_many("max_bytes", source, "omit it")
 
 
 def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
     return LayoutError(
-        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(least)}"
+        f"every plan from {source.spec} to {target.spec} needs more than {max_bytes} bytes on a "
+        f"device; give at least {int(least)}"
     )
 
 
-def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
+def too_many(what: str, source: Layout, remedy: str) -> LayoutError:
     """Return the error of a search that needs all layouts at once, if they are too many."""
     return LayoutError(
-        f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
-        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
+        f"{what}: {states_of(source)} layouts (mesh {source.mesh}, {source.spec.dims} dims) are "
+        f"too many for this search, whose limit is {graph.MAX_STATES}; {remedy}"
     )
 
 
 def _moves_by_matrix(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    """Return the cheapest moves, by a search in the matrix with the prices of all moves."""
+    """Return the cheapest moves, found in the matrix with the prices of all moves."""
     prices, move = prices_to_search(source, model, max_bytes, target)
     start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
@@ -118,9 +118,9 @@ def _moves_by_matrix(
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
     """Return the cheapest moves found in a graph that is too large for a matrix.
 
-    To bound the search, axes that source and target do not use stay unused, and only the longest
-    of the dims that neither shards are sharded on the way. If `_MAX_EDGES` steps find no better
-    path, the moves are those of `_moves_without_search`, or the naive ones.
+    To bound the search, axes that neither spec uses stay unused, and at most 8 dims are sharded on
+    the way: those that a spec shards, then the longest. If `_MAX_EDGES` steps find no better path,
+    the result is that of `_moves_without_search`, or the naive moves.
     """
     ways = (
         _moves_without_search(source, target, model),
@@ -155,7 +155,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Return moves that finish reductions, then slice, permute or exchange; else the naive moves.
+    """Finish reductions, then slice, permute or exchange; return these or the naive moves.
 
     All conversions of specs with parts or blocks are planned here.
     """

@@ -48,8 +48,7 @@ def _part(value: object) -> Part:
     numbers = [int(v) if isinstance(v, str) and v.isdecimal() else whole_number(v) for v in values]
     size, shares = (*numbers, 0)[:2] if numbers else (None, 0)
     if len(numbers) > 2 or size is None or shares is None or size < 1 or shares < 0:
-        remedy = "give its size, a whole number from 1, or a pair of size and shares"
-        raise AxisError(f"part {shown(value)}: {remedy}")
+        raise AxisError(f"part {shown(value)}: give a size from 1, or a pair of size and shares")
     return Part(size, shares)
 
 
@@ -81,7 +80,7 @@ class DimSpec:
             raise AxisError(f"block {shown(self.block)}: give a whole number from 1")
         object.__setattr__(self, "block", block)
         if not self.axes and not self.is_plain:
-            raise AxisError("a dim that no axis shards has no parts and no block; name its axes")
+            raise AxisError("parts and blocks are for sharded dims; name the axes of the dim")
 
     @property
     def is_plain(self) -> bool:
@@ -106,13 +105,16 @@ def _dim_spec(dim: int, cut: object) -> DimSpec:
         return cut
     if isinstance(cut, Mapping):
         if "axes" not in cut or set(cut) - {"axes", "parts", "block"}:
-            problem = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
-            raise AxisError(f"{problem}; a dict has 'axes', and perhaps 'parts' and 'block'")
+            raise AxisError(
+                f"dim_partition_dict has {shown(cut)} for dim {dim}; give a dict with 'axes', and "
+                "perhaps 'parts' and 'block'"
+            )
         axes = _dim_spec(dim, cut["axes"]).axes
         return DimSpec(axes, tuple(cut.get("parts", ())), cut.get("block", 1))
     if isinstance(cut, str) or not isinstance(cut, Iterable):
-        problem = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
-        raise AxisError(f"{problem}; give a list of axes: [{shown(cut)}]")
+        raise AxisError(
+            f"dim_partition_dict has {shown(cut)} for dim {dim}; give a list: [{shown(cut)}]"
+        )
     return DimSpec(tuple(cut))
 
 
@@ -259,7 +261,7 @@ class ShardingSpec:
 
     @property
     def dim_partition_dict(self) -> dict[int, list[Axis]]:
-        """Sharded tensor dim to the mesh axes that split it; `dim_specs` has the parts too."""
+        """Sharded tensor dim to the mesh axes that split it, without parts and blocks."""
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
@@ -315,8 +317,9 @@ def check_plain(spec: ShardingSpec, notation: str) -> None:
     """Raise `LossyConversionError` if a dim has parts or blocks, which `notation` lacks."""
     if not spec.is_plain:
         plain = ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial)
-        problem = f"{spec} cuts by parts or blocks, which {notation} cannot say"
-        raise LossyConversionError(f"{problem}; redistribute to {plain} first")
+        raise LossyConversionError(
+            f"{notation} cannot express parts or blocks of {spec}; redistribute to {plain} first"
+        )
 
 
 def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) -> None:
@@ -327,7 +330,7 @@ def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) 
         if axis in where:
             raise AxisError(
                 f"axis {axis} is used twice, by {where[axis]} and by {place}; "
-                "a mesh axis can cut a tensor only once"
+                "a mesh axis can shard a tensor only once"
             )
         where[axis] = place
 

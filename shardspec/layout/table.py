@@ -1,4 +1,4 @@
-"""Computes the costs of many conversions at once: all layouts of a tensor, or a list of pairs.
+"""Computes many costs at once: between all layouts of a tensor, or for a list of pairs.
 
 `LayoutConverter.cost_table` and `LayoutConverter.costs` show examples.
 """
@@ -170,13 +170,13 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
     """
     if prod(tensor.global_shape) * item_bytes(tensor.dtype) > _MAX_BYTES:
         raise LayoutError(
-            f"prices of all conversions count bytes in 64 bits, so they are for tensors of up to "
-            f"2^58 bytes, not for {list(tensor.global_shape)} {tensor.dtype}; ask for single costs"
+            f"{list(tensor.global_shape)} {tensor.dtype} has more than 2^58 bytes, too many for a "
+            "table; ask for single costs"
         )
     prices, count = prices_of(tensor, model, _MAX_WORK), states_of(tensor)
     if not prices.routed:
         raise LayoutError(
-            f"prices between {count:,} layouts on the {tensor.mesh.size()} devices of mesh "
+            f"a table of {count:,} layouts on the {tensor.mesh.size()} devices of mesh "
             f"{tensor.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
             "ask for single costs"
         )
@@ -184,9 +184,9 @@ def table_prices(tensor: Layout, model: CostModel) -> Prices:
 
 
 def _along_paths(prices: Prices, tensor: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
-    """Return seconds, received bytes and peak bytes of a cheapest path between all states.
+    """Return seconds, received bytes and peak bytes of the cheapest paths between all states.
 
-    If dims divide evenly, only one of the specs with equal prices is a start of the search.
+    If dims divide evenly, one search serves all specs with equal prices.
     """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
@@ -233,9 +233,9 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
 
 
 def bytes_of_moves(prices: Prices, tensor: Layout) -> Callable[[Ints], Ints]:
-    """Return a function that counts the bytes received by the busiest device in moves.
+    """Return a function from moves to the bytes that the busiest device receives in each.
 
-    Entry ``s`` of its argument is the source of the move to state ``s``.
+    Its argument lists the moves by their sources: entry ``s`` moves to state ``s``.
     """
     space, mesh_shape = prices.space, tensor.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
@@ -267,7 +267,7 @@ def pair_costs(
     cost: Callable[[Layout, Layout], float],
     layout_of: Callable[[_End], Layout],
 ) -> Floats:
-    """Return the seconds of pairs from matrices of prices, or else by `cost`.
+    """Return the seconds of each pair, from matrices of prices if possible, else by `cost`.
 
     `layout_of` is called once per distinct object; see `LayoutConverter.costs`.
     """
@@ -282,8 +282,8 @@ def pair_costs(
     if wrong.any():
         edge = int(wrong.argmax())
         raise LayoutError(
-            f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
-            "need one shape and dtype"
+            f"pair {edge} is of two tensors: {sources[edge]} and {targets[edge]}; give both the "
+            "same shape and dtype"
         )
     pairs, at = _numbered(source_index * len(layouts) + target_index)
     source_index, target_index = np.divmod(pairs, len(layouts))
@@ -315,7 +315,7 @@ def _from_prices(
     targets: Sequence[Layout],
     model_of: Callable[[DeviceMesh], CostModel],
 ) -> Floats | None:
-    """Return (sources, targets): seconds for one tensor; None if no matrix has its prices."""
+    """Return (sources, targets): the seconds for one tensor; None if there are too many specs."""
     tensor = sources[0]
     if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None

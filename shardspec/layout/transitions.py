@@ -1,4 +1,4 @@
-"""Makes the priced transition graph of a tensor, for networkx and in Graphviz's language.
+"""Makes the graph of a tensor's specs and the steps between them, for networkx and Graphviz.
 
 `LayoutConverter.graph` and `LayoutConverter.to_dot` show examples.
 """
@@ -61,7 +61,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
 
 
 def _places(cuts: Cuts, num_axes: int) -> list[int]:
-    """Return a number for the dim and the position of each axis; 0 for an unused axis."""
+    """Return one number for dim and position of each axis in a spec; 0 for an unused axis."""
     places = [0] * num_axes
     for dim, axes in enumerate(cuts):
         for index, axis in enumerate(axes):

@@ -1,1 +1,1 @@
-"""Device meshes, checks of their arguments, and the process groups of a job."""
+"""Device meshes (device ids in a grid), and the process groups of a job."""

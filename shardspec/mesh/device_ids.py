@@ -1,4 +1,4 @@
-"""Checks of the arguments of meshes: numbers, device ids, axes, names and links.
+"""Checks the arguments of meshes: numbers, device ids, axes, names and links.
 
 >>> grid_of([[0, 1], [2, 3]], None, None, {})
 ((0, 1, 2, 3), (2, 2), None)
@@ -35,6 +35,7 @@ class TorchArguments(TypedDict, total=False):
     device_type: str | None
     mesh: Ids | None
     mesh_dim_names: Sequence[str] | None
+    backend_override: None
 
 
 SECONDS: Final = (1e-100, 1e9)
@@ -46,7 +47,7 @@ _MAX_DEPTH: Final = 64
 
 
 def whole_number(value: Any) -> int | None:  # noqa: ANN401  # any argument
-    """Return an integer of any type as an int; None for other values, such as 3.0 or True."""
+    """Return an integer of any integer type as an int; None for others, such as 3.0 or True."""
     if isinstance(value, bool):
         return None
     try:
@@ -71,7 +72,7 @@ def seconds(value: Any) -> float | None:  # noqa: ANN401
 
 
 def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
-    """Return a limit in bytes as an int, None for None; raises `LayoutError` for other values."""
+    """Return a limit in bytes as an int, or None for no limit; raises `LayoutError` for others."""
     number = whole_number(value)
     if isinstance(value, float) and value.is_integer():
         number = int(value)
@@ -171,6 +172,10 @@ def grid_of(
     """
     if unknown := arguments.keys() - TorchArguments.__annotations__.keys():
         raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
+    if arguments.get("backend_override") is not None:
+        raise MeshError(
+            "backend_override: make torch's mesh with it, and give that to DeviceMesh.from_torch"
+        )
     device_type, mesh = arguments.get("device_type"), arguments.get("mesh")
     if isinstance(physical_mesh_id, str):
         torch_ids = [ids for ids in (mesh_shape, mesh) if ids is not None]

@@ -27,6 +27,7 @@ from shardspec.mesh.device_ids import (
 from shardspec.text import counted, html_table, shown
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -79,6 +80,8 @@ class DeviceMesh:
         precede the ids. Equality of meshes ignores it.
     mesh, mesh_dim_names
         torch's names for `physical_mesh_id` and `axis_names`.
+    backend_override
+        Refused: give it to torch's mesh, and use `from_torch`.
 
     Raises
     ------
@@ -345,6 +348,31 @@ class DeviceMesh:
 
         mesh: DeviceMesh = from_torch(torch_mesh, cls)
         return mesh
+
+    @classmethod
+    def from_group(
+        cls,
+        group: "dist.ProcessGroup | list[dist.ProcessGroup]",
+        device_type: str,
+        mesh: "torch.Tensor | npt.ArrayLike | None" = None,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+    ) -> "DeviceMesh":
+        """Return the mesh of process groups, one per axis, by torch's method of this name.
+
+        Several groups need `mesh`, the ids, and `mesh_dim_names`. The same ranks as for
+        `from_torch` call this. Raises `MeshError` if groups and ids do not fit.
+        """
+        from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+        try:
+            made = TorchMesh.from_group(group, device_type, mesh, mesh_dim_names=mesh_dim_names)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # of torch
+            raise MeshError(
+                f"from_group: {str(error).splitlines()[0]}; give a process group, or several with "
+                "their ids and mesh_dim_names"
+            ) from None
+        return cls.from_torch(made)
 
     def to_torch(self, device_type: str | None = None) -> "TorchMesh":
         """Return the equivalent torch mesh, the same each time; every rank of the job calls this.

@@ -1,4 +1,4 @@
-"""Creation of a mesh over all ranks of the job, as in `torch.distributed`."""
+"""Creates a mesh of all ranks of the job, as `init_device_mesh` of torch does."""
 
 import operator
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ def init_device_mesh(
     mesh_alpha: Sequence[float] | None = None,
     mesh_beta: Sequence[float] | None = None,
     link_model: LinkModel = "ring",
+    backend_override: None = None,
 ) -> DeviceMesh:
     """Return a mesh of all ranks of the job, and start the job if it is not running yet.
 
@@ -32,7 +33,7 @@ def init_device_mesh(
         The device type of tensors: ``"cpu"`` or ``"cuda"``.
     mesh_shape
         Devices along each axis; ranks are numbered in row-major order, as in torch.
-    axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model
+    axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model, backend_override
         As for `DeviceMesh`.
 
     Raises
@@ -65,6 +66,7 @@ def init_device_mesh(
         axis_names=axis_names,
         mesh_dim_names=mesh_dim_names,
         link_model=link_model,
+        backend_override=backend_override,
     )
     if is_in_job():
         start(mesh, device_type)

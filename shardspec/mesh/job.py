@@ -1,7 +1,7 @@
-"""The state of the running job: process groups, and torch's meshes over them.
+"""Keeps the process groups and torch meshes of the running job, and makes missing ones.
 
-Every process group is made once: communicators use the groups of torch's meshes, and new meshes use
-groups that exist.
+Every process group is made once: communicators use the groups of torch's meshes, and new meshes
+reuse existing groups.
 """
 
 import atexit
@@ -43,7 +43,7 @@ class Job:
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """Ascending ranks -> their group, made by every rank; None for groups without this rank."""
     gloo: dist.ProcessGroup | None = None
-    """Group for notes between ranks if the default group has only NCCL."""
+    """Process group for notes between ranks, if the default group has only NCCL."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
     """Mesh -> its `shardspec.comm.process_group.ProcessGroupCommunicator`."""
     notes: Any = None
@@ -71,7 +71,7 @@ class Job:
             self.gloo = dist.new_group(backend="gloo")
 
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
-        """Return the existing torch mesh of a mesh, of any or one device type; None if missing."""
+        """Return the torch mesh that was already made of a mesh; None if there is none."""
         for own_mesh, torch_mesh in self.torch_meshes:
             if _grid(own_mesh) == _grid(mesh) and device_type in (None, torch_mesh.device_type):
                 return torch_mesh
@@ -244,9 +244,9 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
 
 
 def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
-    """Return torch's mesh of a mesh, the same object each time; every rank of the job calls this.
+    """Return the torch mesh of a mesh, the same object each time; every rank of the job calls this.
 
-    The call creates missing groups.
+    The call creates missing process groups.
     """
     job, device_type = job_of(mesh), device_type or device_type_of(mesh)
     made = job.torch_mesh(mesh, device_type)
@@ -258,7 +258,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
 
 
 def _grid(mesh: _Mesh) -> object:
-    """Return the properties that a mesh and its torch mesh have in common."""
+    """Return ids, shape and names of a mesh, which are equal for its torch mesh."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -298,7 +298,7 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
 
 
 def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None:
-    """Return a mesh as a slice of torch's mesh of a larger mesh; None if it is no slice."""
+    """Return the torch mesh of a mesh as a slice of a larger torch mesh; None if it is no slice."""
     rank, own = dist.get_rank(), mesh.axis_names or ()
     for root in list(job.joined):
         names = root.axis_names or ()

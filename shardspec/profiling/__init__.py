@@ -1,1 +1,1 @@
-"""Measures steps on the user's own machines, and fits links to the times."""
+"""Measures the seconds of steps on your machines, and fits the speed of links to them."""

@@ -36,7 +36,7 @@ _FEWEST: Final = 6
 
 
 def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
-    """Return the nonnegative factors of `x` and `y` whose weighted sum fits the seconds best."""
+    """Return nonnegative (a, b) for which a * x + b * y fits the seconds best."""
     x, y = x / seconds, y / seconds
     weights = np.ones(len(seconds))
     best = (0.0, 0.0)
@@ -81,7 +81,7 @@ def fit_curve(
     accepts: Callable[[Curve], bool] = lambda _: True,
     nodes: int = 1,
 ) -> Curve:
-    """Return the nearest curve that `accepts` returns True for; without one, the nearest of all."""
+    """Return the best-fitting curve for which `accepts` is true; without one, the best of all."""
     sizes = int(times[0][0]), int(times[-1][0])
     candidates = (lines for _, lines in candidate_lines(times))
     near = [Curve(kind, devices, lines, sizes, nodes) for lines in candidates]
@@ -89,7 +89,7 @@ def fit_curve(
 
 
 def unseen_errors(times: Times, fit: Callable[[Times], Curve]) -> list[float]:
-    """Return the relative error at each size of the curve fitted to the other sizes."""
+    """Return the relative error at each size of a curve that was fitted to the other sizes."""
     errors = []
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
         without = fit([*times[:place], *times[place + 1 :]])
@@ -141,7 +141,7 @@ def fitted_links(
     """Return the links of a cluster that fit measured times.
 
     `between` names the link between hosts, if no run spans several hosts. Runs of one collective on
-    equally many devices are joined. Raises `ProfileError` if no run is of a collective in one host.
+    equally many devices make one curve. Raises `ProfileError` if no run is inside one host.
     """
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
     for run in runs:

@@ -1,1 +1,1 @@
-"""Reshards state dicts from one set of layouts to another; see `shardspec.resharding.plan`."""
+"""Moves the tensors of state dicts from one sharding to another: plans, name maps, digests."""

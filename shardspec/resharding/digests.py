@@ -1,8 +1,8 @@
-"""Digests of tensors that do not depend on sharding: each rank digests its boxes, and these add up.
+"""Computes digests of tensors that do not depend on sharding: digests of boxes add up.
 
 `docs/digest.md` defines ``shardspec-digest-1``. In short: the bytes of a tensor are read as 32-bit
-numbers. Each is multiplied by an odd key of its position in a row and an odd key of the row, and
-the products are added modulo 2^64. Two such sums, the lanes, have different keys. A third sum, the
+numbers. Each number is multiplied by a key of its row and a key of its position in the row, and the
+products are added modulo 2^64. Two such sums with different keys are the lanes. A third sum, the
 cover, adds one key per element, so that gaps and overlaps show even in a tensor of zeros.
 """
 
@@ -76,7 +76,7 @@ class TensorDigest:
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     sums: tuple[int, ...] = (0,) * (LANES + 1)
-    """Both lanes, and the cover."""
+    """The two lanes and the cover."""
     seed: int = 0
     """Number that selects the keys."""
 
@@ -89,10 +89,10 @@ class TensorDigest:
         dtype: object,
         seed: int = 0,
     ) -> "TensorDigest":
-        """Return the digest of one box from its elements, or from integers with the same bits.
+        """Return the digest of one box; `array` has its elements, or integers with the same bits.
 
-        Raises LayoutError if the array does not have the box's shape, the dtype's width and the
-        byte order of this machine, or the box is not inside the tensor.
+        Raises LayoutError if the array has not the shape of the box, the width of the dtype and the
+        byte order of this machine, or if the box is not inside the tensor.
         """
         name, sizes = dtype_name(dtype), tuple(shape)
         fits = len(box) == len(sizes) and contains(tuple((0, n) for n in sizes), box)
@@ -113,9 +113,9 @@ class TensorDigest:
         seed: int = 0,
         cover: str | None = None,
     ) -> "TensorDigest":
-        """Return the digest that was saved as text; the cover is by default that of all elements.
+        """Return the digest that was saved as text; by default it covers all elements.
 
-        Raises CheckpointError if either is invalid.
+        Raises CheckpointError if value or cover is invalid.
         """
         if not _VALUE.fullmatch(value):
             raise CheckpointError(f"{shown(value)} is not a digest of {16 * LANES} hex digits")
@@ -128,7 +128,7 @@ class TensorDigest:
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
-        """Return this digest plus the bytes of a box, from byte `start` of it on (row-major)."""
+        """Add the bytes of a box to this digest, from byte `start` of the row-major box on."""
         flat = np.frombuffer(data, bits_type(item_bytes(self.dtype)))
         digest, at, first = self, 0, start // flat.itemsize
         for part in row_major_boxes(box_shape(box), first, first + len(flat)):
@@ -139,7 +139,7 @@ class TensorDigest:
         return digest
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
-        """Return this digest plus that of a box with these elements."""
+        """Add the elements of a box to this digest."""
         if not box_size(box):  # its other dims may be huge
             return self
         lanes = _lanes(array.view(bits_type(array.itemsize)), box, self.shape, self.seed)
@@ -152,8 +152,8 @@ class TensorDigest:
     def __add__(self, other: "TensorDigest") -> "TensorDigest":
         if (self.dtype, self.shape, self.seed) != (other.dtype, other.shape, other.seed):
             raise LayoutError(
-                f"digests of {self._kind()} and of {other._kind()} do not add up; digest parts of "
-                "one tensor with one seed"
+                f"digests of {self._kind()} and of {other._kind()} cannot be added; digest parts "
+                "of one tensor with one seed"
             )
         return self._plus(other.sums)
 
@@ -162,7 +162,7 @@ class TensorDigest:
 
     @property
     def value(self) -> str:
-        """Both lanes, as 32 hexadecimal digits."""
+        """The two lanes as 32 hexadecimal digits."""
         return "".join(f"{lane:016x}" for lane in self.sums[:LANES])
 
     @property
@@ -181,7 +181,7 @@ class TensorDigest:
         return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
 
     def difference(self, other: "TensorDigest") -> str:
-        """Return in words how another digest differs; empty if it is equal."""
+        """Return the difference from another digest in words; "" if they are equal."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return f"is {self._kind()} in one and {other._kind()} in the other"
         if self.value != other.value:
@@ -213,8 +213,7 @@ class Digests(Mapping[str, TensorDigest]):
         for name, digest in tensors.items():
             if digest.seed != seed:
                 raise LayoutError(
-                    f"the digest of {name!r} has seed {digest.seed}, the others {seed}; digest all "
-                    "with one"
+                    f"the digest of {name!r} has seed {digest.seed}, others have {seed}; use one"
                 )
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
         self.seed = seed
@@ -232,18 +231,16 @@ class Digests(Mapping[str, TensorDigest]):
         return f"Digests({counted(len(self), 'tensor')}, value {self.value})"
 
     def __add__(self, other: "Digests") -> "Digests":
-        """Merge the digests of two ranks, say: of different tensors, or of disjoint boxes."""
+        """Add digests of other tensors, or of other boxes of the same tensors."""
         if self.seed != other.seed:
             raise CheckpointError(
-                f"digests with seed {self.seed} and {other.seed} do not add up; digest all with one"
+                f"digests with seeds {self.seed} and {other.seed} cannot be added; use one seed"
             )
         total = {**self, **other}
         for name in [name for name in self if name in other]:  # a set has no fixed order
             first, second = self[name], other[name]
             if (first.complete and second.sums[-1]) or (second.complete and first.sums[-1]):
-                raise CheckpointError(
-                    f"{shown(name)} is complete in one part, and in the other too; add it once"
-                )
+                raise CheckpointError(f"{shown(name)} is complete in both digests; add it once")
             try:
                 total[name] = first + second
             except LayoutError as error:
@@ -255,8 +252,8 @@ class Digests(Mapping[str, TensorDigest]):
         for name, digest in self.items():
             if not digest.complete:
                 raise CheckpointError(
-                    f"the parts of {shown(name)} leave gaps or overlap; add up those of boxes that "
-                    "tile the tensor"
+                    f"the digested boxes of {shown(name)} leave gaps or overlap; add digests of "
+                    "boxes that tile the tensor"
                 )
         return self
 
@@ -271,11 +268,11 @@ class Digests(Mapping[str, TensorDigest]):
         return lines.hexdigest()[:32]
 
     def differences(self, other: "Digests") -> list[str]:
-        """Return one line per difference from other digests."""
+        """Return the differences from other digests, one line per tensor."""
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
-                "digest both with one"
+                "use one seed"
             )
         lines = []
         for name in sorted({*self, *other}):
@@ -304,9 +301,9 @@ class Digests(Mapping[str, TensorDigest]):
 
     @classmethod
     def from_json(cls, stored: object, where: str = "digests") -> "Digests":
-        """Return the digests that `to_json` wrote; CheckpointError for another format.
+        """Return the digests that `to_json` wrote; raises CheckpointError for another format.
 
-        `where` is what errors call them.
+        Errors name `where`, such as a file.
         """
 
         def wrong(problem: str) -> CheckpointError:
@@ -314,7 +311,7 @@ class Digests(Mapping[str, TensorDigest]):
 
         if not isinstance(stored, dict) or stored.get("format") != DIGEST_FORMAT:
             other = stored.get("format") if isinstance(stored, dict) else stored
-            raise wrong(f"has format {shown(other)}, but digests of {DIGEST_FORMAT!r} are read")
+            raise wrong(f"has format {shown(other)}, but only {DIGEST_FORMAT!r} can be read")
         seed, entries = stored.get("seed"), stored.get("tensors")
         if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
             raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")
@@ -345,7 +342,7 @@ class Digests(Mapping[str, TensorDigest]):
 
 
 def _mixed(numbers: _Words) -> _Words:
-    """Return pseudorandom numbers: one output of SplitMix64 for each state."""
+    """Return pseudorandom numbers: the output of SplitMix64 for each state."""
     z = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -361,26 +358,26 @@ _COVER: Final = 3 * LANES
 
 @lru_cache(64)
 def _start(stream: int, seed: int) -> int:
-    """Return the first SplitMix64 state of key sequence number `stream`."""
+    """Return the first state of SplitMix64 for one of several sequences of keys, the streams."""
     before = np.array([(seed + (stream + 1) * _GAMMA) & _MASK], np.uint64)
     return int(_mixed(before)[0])
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return odd pseudorandom keys: element [s, i] for stream s and number i."""
+    """Return odd pseudorandom keys: element [s, i] is key `numbers[i]` of stream `streams[s]`."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
 
 @lru_cache(8)
 def _word_keys(seed: int) -> _Words:
-    """Return the keys of 64-bit words in a row, two rows of keys for each lane."""
+    """Return the keys of the positions in a row of 64-bit words, two rows of keys per lane."""
     places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
     return _keys(places, range(_WORDS, _COVER), seed)
 
 
 def _joined_from(shape: tuple[int, ...], width: int) -> int:
-    """Return the first of the last dims that are joined to rows of at least 1024 bytes."""
+    """Return the first of the last dims that together make rows of at least 1024 bytes."""
     dim = len(shape) - 1
     while dim > 0 and prod(shape[dim:]) * width < _ROW_BYTES:
         dim -= 1
@@ -388,7 +385,7 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
-    """Return the row-major index, in the tensor of `sizes`, of each element of a box."""
+    """Return the row-major index of each element of a box in a tensor of these sizes."""
     numbers: _Words = np.array([0], np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
         inner = np.arange(lo, hi, dtype=np.uint64)

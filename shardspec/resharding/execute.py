@@ -1,4 +1,4 @@
-"""Carries out a plan for a state dict: copies every box to its new device."""
+"""Runs a plan for a state dict: copies every box to the device that needs it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,8 +47,8 @@ def run_reshard(
         if dist.get_rank() not in plan.devices:
             if receipt:
                 raise LayoutError(
-                    f"rank {dist.get_rank()} is on none of the plan's meshes, so nothing arrives "
-                    "that a receipt could prove; call it without receipt= there"
+                    f"rank {dist.get_rank()} is on no mesh of the plan, so it gets no receipt; "
+                    "omit receipt= there"
                 )
             return {}, None
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
@@ -137,7 +137,7 @@ def _run_in_job(
 
 @contextmanager
 def _marking(inputs: Inputs, why: str) -> Iterator[None]:
-    """Mark the DTensors of `out` as unusable if an error leaves them half filled."""
+    """Mark the DTensors of `out` as unusable if an error in the block leaves them half filled."""
     try:
         yield
     except BaseException as error:
@@ -148,7 +148,7 @@ def _marking(inputs: Inputs, why: str) -> Iterator[None]:
 
 
 def _device_type(inputs: DeviceInputs) -> str:
-    """Return "cuda" or "cpu", on which all shards of this rank are; "" if it has none."""
+    """Return the device type of all shards of this rank, "cuda" or "cpu"; "" if it has none."""
     names: dict[str, str] = {}
     for shards, label in ((inputs.source, "{!r}"), (inputs.out, "out[{!r}]")):
         for name, shard in shards.items():
@@ -156,7 +156,7 @@ def _device_type(inputs: DeviceInputs) -> str:
     if len(names) > 1:
         (device_type, first), (other_type, second) = list(names.items())[:2]
         raise LayoutError(
-            f"{first} is on {device_type} and {second} on {other_type}; move them to one kind"
+            f"{first} is on {device_type} and {second} on {other_type}; move both to one type"
         )
     return next(iter(names), "")
 
@@ -167,7 +167,7 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
     for peer, count in counts.items():
         if count != counts[first]:
             raise CommunicatorError(
-                f"rank {peer} has a plan of {counted(count, 'stage')} where rank {first} has "
+                f"plans differ: rank {peer} has {counted(count, 'stage')}, rank {first} has "
                 f"{counts[first]}; plan on processors of one kind, or without links"
             )
 

@@ -40,7 +40,7 @@ K = TypeVar("K")
 State: TypeAlias = Mapping[str, object]
 
 _MAX_WORK: Final = 100_000
-"""Steps of the search for a byte that two strided arrays share; a longer search counts as a hit."""
+"""Maximum steps to find a byte that two strided arrays share; after these they count as sharing."""
 
 
 class DeviceInputs(NamedTuple):
@@ -53,7 +53,7 @@ class DeviceInputs(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """The checks of one rank, as sent to the others: its error, or facts that they compare."""
+    """The message of one rank to the others after its checks: an error, or facts to compare."""
 
     failure: Failure | None
     """The error, if a check failed; the other fields are then empty."""
@@ -191,7 +191,7 @@ def shard_of(
     except LayoutError as error:
         raise LayoutError(f"{label}: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give those")
+        raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give these")
     if not has_memory(shard):
         raise LayoutError(
             f"the shard of {label} on device {device} has no memory: it is on the meta device, or "
@@ -219,7 +219,7 @@ def _shared(
     read: Mapping[int, Mapping[str, torch.Tensor]],
     filled: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names in `out` of one tensor; LayoutError if memory overlaps otherwise."""
+    """Return pairs of names in `out` of the same tensor; LayoutError for other shared memory."""
     layouts = {move.target_name: move.target for move in plan.moves}
     shared: set[tuple[str, str]] = set()
     flat_read, flat_filled = (
@@ -271,7 +271,7 @@ def unequal_pair(
 
 
 def check_equal(pair: tuple[str, str] | None) -> None:
-    """Raise LayoutError if there is a pair: one tensor of `out` would get two values."""
+    """Raise LayoutError for a pair of names of one tensor in `out` that would get two values."""
     if pair is not None:
         raise LayoutError(
             f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory, but differ in the source; give "
@@ -295,7 +295,7 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
         having = {peer: dicts[data] for peer, data in pickled.items() if new in dicts[data]}
         if not having:
             raise LayoutError(
-                f"the value {name!r}, which the plan carries, is missing from the state dict"
+                f"the value {name!r}, which the plan copies, is missing from the state dict"
             )
         first = min(having)
         values[new] = having[first][new]
@@ -492,7 +492,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if two ranks' layouts of a name do not contradict: equal, or disjoint meshes."""
+    """Return True if two ranks' layouts of a tensor are equal, or on disjoint meshes."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

@@ -136,7 +136,7 @@ def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
 
 
 def filled(side: Side, binding: Mapping[str, int]) -> Side:
-    """Return a side with its placeholders replaced: layers.{i} with i = 3 is layers.3."""
+    """Replace the placeholders in a side: layers.{i} with i = 3 is layers.3."""
     try:
         return tuple(
             [text % tuple([binding[name] for name in names]) for text, names in _formats(side)]

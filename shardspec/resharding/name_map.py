@@ -1,4 +1,4 @@
-"""Name maps: which tensors, or parts of tensors, of one model equal those of another.
+"""Name maps: equations between tensors of two models, as q, k and v equal parts of ``qkv``.
 
 A map is read from TOML. Names may have placeholders for numbers. A view such as "(g q d) c" names
 the factors of each dim (`shardspec.resharding.views`)::
@@ -194,7 +194,7 @@ Names: TypeAlias = NameMap | Mapping[str, str] | Naming
 def equations_of(
     map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]
 ) -> list[Equation]:
-    """Return the equations that a map implies for tensors of these names and shapes.
+    """Return the equations that a map makes for tensors of these names and shapes.
 
     Parameters
     ----------

@@ -365,7 +365,7 @@ def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
 
 
 def _facts(layout: Layout) -> tuple[object, ...]:
-    """Return everything on which plans depend in a layout: mesh, links, spec, shape and dtype."""
+    """Return the properties of a layout that change a plan: mesh, links, spec, shape, dtype."""
     stored = layout.stored if isinstance(layout, StoredLayout) else ()
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
@@ -449,7 +449,7 @@ def reshard_state(
     names: Names | Sequence[NameMap] | None = None,
     max_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Convert a state dict of DTensors to the specs that rules name, in one go.
+    """Plan and run the conversion of a state dict of DTensors to the specs that rules name.
 
     Parameters
     ----------
@@ -510,7 +510,7 @@ def _layouts_of_flat(flat: Mapping[str, object]) -> dict[str, Layout]:
 
 
 def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the layouts that all ranks of the job have together; without a job, the state dict.
+    """Return the layouts of the tensors of all ranks in the job; without a job, the state dict.
 
     A state dict with a `Layout` is returned as it is. Otherwise all ranks of the job call this.
     """
@@ -588,7 +588,7 @@ def _mapped(
 
 
 def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> list[Equation]:
-    """Return the equations from a source to the result of a second map; None means no first map."""
+    """Join the equations of two maps applied one after the other; `first` may be None."""
     if first is None:
         return list(second)
     written: dict[str, list[Equation]] = {}

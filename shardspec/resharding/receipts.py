@@ -1,8 +1,8 @@
-"""Proves that a sync of weights arrived: digests of the target, compared with those of the source.
+"""Proves that resharded weights have arrived unchanged, by comparing digests.
 
 Every device digests its shards of the target, and its shards of the source after renaming, casting
-and padding. Digests of boxes add up to digests of tensors, so the route of a box does not matter.
-Replicas are compared on both sides.
+and padding. Digests of boxes add up to digests of tensors, so it does not matter who sent a box.
+Replicas are compared in the source and in the target.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -76,16 +76,16 @@ class _Boxes(NamedTuple):
     source: dict[tuple[int, Box], TensorDigest]
     target: dict[tuple[str, Box], TensorDigest]
     raw: dict[tuple[str, Box], TensorDigest]
-    """Digests of target boxes with NaNs, whose bits are made equal in `target` only."""
+    """Digests of target boxes with the original bits of NaNs; `target` makes all NaNs equal."""
 
 
 def receipt_of(
     plan: StateCopies, shards: Mapping[int, OfDevice], gather: Gather, version: int | None
 ) -> Receipt:
-    """Compare the digests of what was sent and what arrived; return the receipt. All ranks call it.
+    """Compare digests of source and target, and return the receipt; all ranks call this.
 
-    Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
-    replicas differ.
+    Raises CommunicatorError on every rank if a tensor has not arrived unchanged, or if replicas
+    differ.
     """
     boxes: dict[int, _Boxes] = gather({d: _boxes(plan, own) for d, own in shards.items()})
 
@@ -161,7 +161,7 @@ def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
 def _as_target(
     move: TensorMove, shard: torch.Tensor, box: Box, device: int
 ) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield the parts of a source shard as they should arrive: cast, with their target boxes."""
+    """Yield parts of a source shard, cast to the target's dtype, each with its target box."""
     view = move.view or identity_view(move.source.global_shape)
     casts = move.source.dtype != move.target.dtype
     strides = tuple(shard.stride())
@@ -178,7 +178,7 @@ def _as_target(
 
 
 def _equal_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return values with one bit pattern for all NaNs: devices cast NaNs differently."""
+    """Give all NaNs the same bits, since devices cast NaNs differently."""
     return torch.where(values.isnan(), values.new_full((), nan), values)
 
 

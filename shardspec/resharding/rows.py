@@ -1,7 +1,8 @@
-"""Exports a plan as an array of copies, so that another library can move the bytes.
+"""Exports a plan as an array of byte copies, so that another library can move the bytes.
 
-A row says: copy `count` runs of `run_bytes` bytes from an offset in the sender's shard to one in
-the receiver's. `docs/transfers.md` explains the fields; its program of 40 lines carries rows out.
+A row tells a program to copy `count` runs of `run_bytes` bytes from an offset in the sender's shard
+to an offset in the receiver's shard. `docs/transfers.md` explains all fields, and has a program of
+40 lines that executes rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,16 +38,17 @@ ROW: Final = np.dtype(
         ("target_step", "<i8"),
     ]
 )
-"""Runs of bytes from a shard of the sender to one of the receiver: 64 bytes without padding."""
+"""The dtype of a row: 64 bytes without padding."""
 
 End: TypeAlias = Literal["receiver", "sender", "both"]
-"""Rows that a device receives, rows that it sends, or both."""
+"""Selects the rows that a device receives, those that it sends, or both."""
 Rows: TypeAlias = npt.NDArray[np.void]
 """An array of `ROW`."""
 Strides: TypeAlias = Mapping[int, Sequence[int]] | Sequence[int]
-"""Bytes from one element to the next, per dim of a shard; or these by device."""
+"""Bytes from one element to the next, per dim of a shard; or device -> these bytes."""
 Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
-"""Strides as in ``{"source": {"w": (4, 32)}, "target": {}}``; others are row-major."""
+"""Strides of some tensors, as in ``{"source": {"w": (4, 32)}, "target": {}}``; all other tensors
+are row-major."""
 
 
 class FileRegion(NamedTuple):
@@ -140,11 +142,11 @@ class _Places:
             names = {_name(move, side) for move in plan.moves}
             if others := self._declared[side].keys() - names:
                 raise LayoutError(
-                    f"strides= declares {shown(sorted(others)[0])}, which is no {side} of the plan"
+                    f"strides= declares {shown(sorted(others)[0])}, but the plan's {side} lacks it"
                 )
 
     def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
-        """Yield ((part at the sender, at the receiver), tensors for which these are right)."""
+        """Yield ((sender's part, receiver's part), indices of the tensors with these offsets)."""
         sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
@@ -231,10 +233,10 @@ def _checked(strides: Strides, label: str, layout: Layout, device: int) -> tuple
 
 
 def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
-    """Return the rows that copy a box between two parts; elements have `width` bytes.
+    """Return the rows that copy one box from `ours` to `theirs`; elements have `width` bytes.
 
-    Bytes that are contiguous at both ends are a run. A row repeats its run along the longest other
-    dim, and each index of the remaining dims has a row.
+    A run is contiguous in both. A row repeats its run along the longest other dim, and each index
+    of the remaining dims has its own row.
     """
     dims = [(1, width, width)]
     sides = zip(ours.shape, ours.strides, theirs.strides, strict=True)

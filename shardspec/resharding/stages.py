@@ -1,4 +1,4 @@
-"""Decides which device sends which box to which device, when, and in which messages.
+"""Decides, for a whole state dict, which device sends which box to which device, and when.
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
 Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
@@ -254,7 +254,7 @@ def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> N
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
-    """Return nonempty box -> devices that have it, in the indices of a view of the tensor."""
+    """Return nonempty box -> devices that have it; boxes are in coordinates of the view `side`."""
     boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
@@ -274,7 +274,7 @@ def holders_of(layout: Layout) -> dict[Box, Holders]:
 
 
 def boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the nonempty boxes of a device; another device has the same box, or a disjoint one."""
+    """Return the nonempty boxes of a device; boxes of other devices are equal or disjoint."""
     if layout.spec.is_plain:
         boxes = layout.local_boxes(device)
     else:  # parts are intersected one by one: a replicated part may join the one before it
@@ -409,7 +409,7 @@ def _cheapest_stages(
 
 
 def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], list[Far]]:
-    """Split copies: into those that stay inside a host, and boxes that must enter a host."""
+    """Split copies into those inside a host, and the boxes that a host gets from other hosts."""
     by_host = cache(cluster.by_host)
     near: list[Copy] = []
     far: list[Far] = []
@@ -515,9 +515,10 @@ def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
 def _shared(
     items: Sequence[tuple[Copy, Holders]], loads: Iterable[tuple[Holders, int]] = ()
 ) -> Iterator[list[tuple[Copy, int]]]:
-    """Divide copies among the hosts or devices listed with each; yield (part, who gets it) lists.
+    """Divide each copy among the hosts or devices that are listed with it.
 
-    The shares are even, counting `loads`: bytes that hosts or devices have already.
+    Yields a list of (part, host or device) per copy. Shares are even if `loads`, the bytes that
+    hosts or devices already send, are counted too.
     """
     fixed = list(loads)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
@@ -530,7 +531,7 @@ def _shared(
 
 
 def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
-    """Yield parts of boxes that several hosts need, each with the host that passes it on.
+    """Divide boxes that several hosts need; yield the parts, each with the host that forwards it.
 
     A box that goes to n hosts is sent n times: once by a host that has it, and n - 1 times by any.
     """
@@ -561,7 +562,7 @@ def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
 
 
 def _from_one_host(far: Sequence[Far], cluster: Cluster) -> Iterator[Far]:
-    """Yield parts of boxes, each with one sending host, so that the busiest host sends least."""
+    """Divide boxes into parts with one sending host each, so that the busiest host sends least."""
     items = [(item.copy, tuple(sorted(cluster.by_host(item.copy.holders)))) for item in far]
     times = [1 if item.center is not None else len(item.receivers) for item in far]
     relayed = [

@@ -1,4 +1,4 @@
-"""Flattens nested state dicts to dotted names, and compares their plain values.
+"""Flattens nested state dicts to dotted names, and makes their plain values comparable.
 
 A name is the keys that lead to a value, joined by dots: ``{"a": {"b": 1}}`` has the name ``a.b``.
 Mappings are always flattened, lists and tuples only if they contain tensors or mappings.
@@ -164,7 +164,7 @@ def is_plain(value: object) -> bool:
 
 
 def stated_layout(name: str, value: object) -> Layout | None:
-    """Return the layout of a DTensor, or the Layout itself; None for any other value.
+    """Return the layout of a DTensor, or a Layout unchanged; None for any other value.
 
     Raises LayoutError if a spec cannot express torch's placements.
     """

@@ -1,4 +1,4 @@
-"""Checks that a name map writes every element of a target exactly once, and loses none of a source.
+"""Checks that a name map writes every target element exactly once and drops no source element.
 
 Every tensor that the map names must exist. A placeholder ``{i}`` counts from 0 to the largest
 number in the source, or to the size ``{i}``. Then each element must be in exactly one equation.
@@ -64,8 +64,8 @@ class MapReport:
         if self.unused:
             names = first_of([*map(shown, self.unused)], _SHOWN)
             faults.append(
-                f"the map has no use for {names}, in whole or in part; take a map that has, or "
-                "leave tensors behind by name with "
+                f"the map does not use {names}, or not all of it; correct the map, or drop tensors "
+                "by name with "
             )
         if faults:
             raise LayoutError("; ".join(faults), *[Argument("drop")] * bool(self.unused))
@@ -144,7 +144,7 @@ class Mapped(NamedTuple):
 
 
 def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
-    """Return the target's names and shapes for a source whose `dropped` tensors are ignored."""
+    """Return the names and shapes that a map makes of a source without its `dropped` tensors."""
     every = target_shapes(map_, source)
     shapes = target_shapes(map_, source, without=dropped.keys()) if dropped else every
     behind = {name: shape for name, shape in every.items() if name not in shapes}
@@ -190,7 +190,7 @@ def report_of(
 
 
 class Faults(NamedTuple):
-    """First index that is written twice, and first that is not written, in row-major order."""
+    """The first index that is written twice, and the first that is never written."""
 
     overlap: Index | None
     """Index that several views cover."""

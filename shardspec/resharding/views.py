@@ -1,9 +1,9 @@
-"""Views such as ``"(g q d) c"``, which say which elements of two reshaped tensors are equal.
+"""Views: texts such as ``"(g q d) c"`` that split the dims of a tensor into named factors.
 
-This one reads dim 0 as the product of `g`, `q` and `d`, as in einops. A view of a source and a view
-of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the source
-equals the element at these indices of the target. Equations express fusing, splitting, stacking,
-transposing and padding.
+This view splits dim 0 into the factors `g`, `q` and `d`, as in einops. A view of a source and a
+view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the
+source equals the element at these indices of the target. Equations express fusing, splitting,
+stacking, transposing and padding.
 
 An index of a dim is a weighted sum of indices of the view. So a box of a tensor is a few boxes of
 the view, and a box of the view is a strided part of a tensor.
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
-    """Return the boxes of factors that indices lo to hi of a dim are: 2:8 of (2, 4) has two."""
+    """Split indices lo to hi of a dim into boxes of its factors: 2:8 of (2, 4) gives two boxes."""
     reach = tuple((f.start, f.start + f.length) for f in factors)
     parts = row_major_boxes([f.size for f in factors], lo, hi)
     return [both for part in parts if (both := intersect(part, reach)) is not None]
@@ -297,25 +297,34 @@ def views_of(
 
 
 def composed(first: View, second: View) -> View | None:
-    """Return the equation from the source of `first` to the target of `second`; None if none fits.
+    """Join two equations into one from `first.source` to `second.target`; None if impossible.
 
     >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
     >>> composed(halves, identity_view((2,))) == halves
     True
     """
-    if _is_whole(first.target):
-        source = _substituted(first.source, first.target, second.source, len(second.shape))
-        if source is not None:
-            extra = max([len(second.shape), *(f.axis + 1 for dim in source.dims for f in dim)])
-            shape = (*second.shape, *[1] * (extra - len(second.shape)))
-            return View(shape, source, second.target)
-    if _is_whole(second.source):
-        back = composed(
-            View(second.shape, second.target, second.source),
-            View(first.shape, first.target, first.source),
-        )
-        return None if back is None else View(back.shape, back.target, back.source)
+    pairs = list(chain(*map(_paired, first.target.dims, second.source.dims)))
+    before, after = (TensorView(tuple(pair[side] for pair in pairs)) for side in (0, 1))
+    for forward, whole, others, axes in (
+        (True, before, after, second.shape),
+        (False, after, before, first.shape),
+    ):
+        outer = first.source if forward else second.target
+        made = _substituted(outer, whole, others, len(axes)) if _is_whole(whole) else None
+        if made is not None:
+            extra = max([len(axes), *(f.axis + 1 for dim in made.dims for f in dim)])
+            shape = (*axes, *[1] * (extra - len(axes)))
+            return View(shape, *((made, second.target) if forward else (first.source, made)))
     return None
+
+
+def _paired(
+    first: tuple[Factor, ...], second: tuple[Factor, ...]
+) -> list[tuple[tuple[Factor, ...], tuple[Factor, ...]]]:
+    """Return the factors of a dim under two views: one by one if their sizes are equal."""
+    if [factor.size for factor in first] != [factor.size for factor in second]:
+        return [(first, second)]
+    return [((a,), (b,)) for a, b in zip(first, second, strict=True)]
 
 
 def _is_whole(side: TensorView) -> bool:
@@ -325,23 +334,26 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Return `outer`, its axes replaced by the factors that `inner` has there; None if none fit."""
+    """Replace the axes of `outer` by the factors of `inner`; None if the factors do not fit."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:
         factors: list[Factor] = []
         for factor in dim:
-            read = parts.get(factor.axis)
-            if read is None:  # a single index, which gets an axis of its own
+            read = parts.get(factor.axis, ())
+            if not read:  # a single index, which gets an axis of its own
                 factors.append(factor._replace(axis=axes))
                 axes += 1
             elif factor.length == factor.size:
                 factors += read
-            elif len(read) == 1:
-                start = factor.start + read[0].start
-                factors.append(Factor(read[0].axis, factor.size, start, read[0].length))
             else:
-                return None
+                # A slice of several factors: the major one takes its start.
+                first, *minor = read
+                width = prod(f.size for f in minor) or 1
+                size, start = -(-factor.size // width), factor.start // width + first.start
+                if factor.start % width or (factors and factor.size % width):
+                    return None
+                factors += [Factor(first.axis, size, start, first.length), *minor]
         dims.append(tuple(factors))
     return TensorView(tuple(dims))
 

@@ -1,1 +1,1 @@
-"""`DTensor`, torch's operators on it, and the functions that convert its shards."""
+"""Provides `DTensor`, torch's operators on it, and conversions between its layouts."""

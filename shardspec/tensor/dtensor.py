@@ -70,6 +70,8 @@ class DTensor(Differentiable):
         The rank whose tensor is sent to the others, as an index into ``device_mesh.ids``. With None
         nothing is sent: the tensor must be the same on every rank, which the environment variable
         ``SHARDSPEC_CHECK=1`` makes it check.
+    src_data_rank
+        The same rank in torch's way: its index along every axis of the mesh.
     communicator
         The communicator that moves shards; by default that of the running job, or without a job one
         that simulates all devices in this process.
@@ -100,11 +102,12 @@ class DTensor(Differentiable):
     def __new__(
         cls,
         tensor: torch.Tensor,
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None = None,
         sharding_spec: SpecLike | None = None,
         *,
         placements: SpecLike | None = None,
         src_rank: int | None = 0,
+        src_data_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> Self:
         """Shard a global tensor over a mesh; see the class."""
@@ -118,8 +121,9 @@ class DTensor(Differentiable):
                 )
             spec = chosen_spec(sharding_spec, placements)
             spec = ShardingSpec(tensor.dim()) if spec is None else spec
-            layout = new_layout(device_mesh, spec, tensor.shape, tensor.dtype)
-            shards = shards_of(tensor, layout, chosen, src_rank)
+            layout = new_layout(chosen.mesh, spec, tensor.shape, tensor.dtype)
+            source = _source(src_rank, src_data_rank, chosen.mesh)
+            shards = shards_of(tensor, layout, chosen, source)
         # Detached, so that autograd does not take them for views.
         shards = {
             device: shard.detach().requires_grad_(tensor.requires_grad)
@@ -178,12 +182,16 @@ class DTensor(Differentiable):
     def from_local(
         cls,
         local: torch.Tensor | Mapping[int, torch.Tensor],
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None = None,
         sharding_spec: SpecLike | None = None,
         *,
         placements: SpecLike | None = None,
         global_shape: Sequence[int] | None = None,
         communicator: Communicator | None = None,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,  # noqa: ARG003  # shards keep their own
+        grad_placements: SpecLike | None = None,
     ) -> "DTensor":
         """Return a DTensor of existing shards of the devices; every rank calls this.
 
@@ -193,6 +201,11 @@ class DTensor(Differentiable):
         or placements are as for `DTensor`, except that reductions may be pending. The global shape
         is by default the sum of the shards' sizes. Raises `LayoutError`, on every rank, if the
         shape or dtype of any rank's shard is not that of the layout.
+
+        torch's words: `shape` is `global_shape`. `stride` has no effect. `run_check` is refused,
+        since shapes and dtypes are always compared, and no rank's values replace another's.
+        `grad_placements` must be the placements with pending reductions finished, in which
+        gradients arrive.
 
         Examples
         --------
@@ -204,8 +217,16 @@ class DTensor(Differentiable):
         tensor([4., 6.])
         """
         chosen = communicator_for(communicator, device_mesh, "hold shards")
-        devices = chosen.addressable
+        mesh, devices = chosen.mesh, chosen.addressable
         with chosen.telling():
+            if run_check:
+                raise LayoutError(
+                    "from_local: run_check=True would replace replicas by the first; omit it, or "
+                    "use distribute_tensor"
+                )
+            if shape is not None and global_shape is not None:
+                raise LayoutError("shape and global_shape mean the same; give one of the two")
+            global_shape = shape if global_shape is None else global_shape
             shards = dict(local) if isinstance(local, Mapping) else copies_for(devices, local)
             if set(shards) != set(devices):
                 raise LayoutError(
@@ -214,14 +235,20 @@ class DTensor(Differentiable):
                 )
             # Every rank sees every rank's facts, so all raise the same error or none does.
             facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
-        first_shape, dtype = facts[device_mesh.ids[0]]
+        first_shape, dtype = facts[mesh.ids[0]]
         given = chosen_spec(sharding_spec, placements)
         given = ShardingSpec(len(first_shape)) if given is None else given
         dims = len(first_shape) if global_shape is None else global_shape
-        spec = spec_on(device_mesh, given, dims)
-        shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
-        layout = Layout(device_mesh, spec, shape, dtype)
+        spec = spec_on(mesh, given, dims)
+        shape = added_up(mesh, spec, facts) if global_shape is None else global_shape
+        layout = Layout(mesh, spec, shape, dtype)
         check_shards(layout, facts)
+        with chosen.telling():
+            arriving = layout.spec.without_partial()
+            if grad_placements is not None and layout.with_spec(grad_placements).spec != arriving:
+                raise LayoutError(
+                    f"from_local: gradients of shards arrive as {arriving}; omit grad_placements"
+                )
         result = cls._made(layout, chosen, {device: shards[device] for device in devices})
         result._is_given = True
         return result
@@ -375,6 +402,9 @@ class DTensor(Differentiable):
         placements: SpecLike | None = None,
         *,
         device_mesh: DeviceMesh | None = None,
+        async_op: bool = False,  # noqa: ARG002  # torch's word; every call waits
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> "DTensor":
         """Return the tensor converted to another spec by the cheapest plan; every rank calls this.
 
@@ -388,6 +418,9 @@ class DTensor(Differentiable):
         rank of either mesh calls this, and other ranks may. A rank outside this mesh calls it on
         ``DTensor.from_shards({}, layout)``; a rank outside the other mesh gets a tensor without
         shards.
+
+        torch's words: with `async_op` too the result is complete when the call returns. The dtypes
+        must be that of the tensor.
 
         Raises
         ------
@@ -410,6 +443,11 @@ class DTensor(Differentiable):
             sharding_spec, to = None, sharding_spec
         with telling(self.communicator, self.device_mesh, to):
             mesh = checked_mesh(to)
+            if not {forward_dtype, backward_dtype} <= {None, self.dtype}:
+                raise LayoutError(
+                    f"redistribute: forward_dtype and backward_dtype must be {self.dtype}, the "
+                    "tensor's; cast by to(dtype) before or after"
+                )
             if isinstance(sharding_spec, DeviceMesh) or isinstance(placements, DeviceMesh):
                 raise LayoutError("redistribute: give one mesh, before the placements or by name")
             spec = chosen_spec(sharding_spec, placements)
@@ -442,9 +480,17 @@ class DTensor(Differentiable):
         communicator_for(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
-    def full_tensor(self) -> torch.Tensor:
-        """Return the global tensor; torch's name for `to_global`."""
-        return self.to_global()
+    @outside_graphs
+    def full_tensor(self, *, grad_placements: SpecLike | None = None) -> torch.Tensor:
+        """Return the global tensor; torch's name for `to_global`.
+
+        `grad_placements` is the layout of a gradient that will arrive incomplete, as for
+        `to_local`: with a pending sum, ranks have computed parts of the loss.
+        """
+        whole = self.layout.with_spec(ShardingSpec(self.dim()))
+        if grad_placements is None or whole.with_spec(grad_placements) == whole:
+            return self.to_global()
+        return self.redistribute(whole.spec).to_local(grad_placements=grad_placements)
 
 
 @cache
@@ -486,14 +532,15 @@ torch.serialization.add_safe_globals([restored])
 
 def distribute_tensor(
     tensor: torch.Tensor | DTensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     sharding_spec: SpecLike | None = None,
     *,
     placements: SpecLike | None = None,
     src_rank: int | None = 0,
+    src_data_rank: int | None = 0,
     communicator: Communicator | None = None,
 ) -> DTensor:
-    """Return the first rank's global tensor, sharded over the mesh; see `DTensor`.
+    """Return the first rank's global tensor, or another's, sharded over the mesh; see `DTensor`.
 
     A DTensor, of shardspec or of torch, that is already sharded in this way is returned unchanged.
     Within a ``partition_fn`` of `distribute_module` the result is a stand-in that
@@ -512,12 +559,35 @@ def distribute_tensor(
     chosen = communicator_for(communicator, device_mesh)
     with chosen.telling():
         spec = chosen_spec(sharding_spec, placements)
-        result = _already_distributed(tensor, device_mesh, spec)
+        result = _already_distributed(tensor, chosen.mesh, spec)
         if result is None:
             given: Any = tensor  # not distributed yet, if it is a tensor at all
-            result = DTensor(given, device_mesh, spec, src_rank=src_rank, communicator=chosen)
+            result = DTensor(
+                given,
+                device_mesh,
+                spec,
+                src_rank=src_rank,
+                src_data_rank=src_data_rank,
+                communicator=chosen,
+            )
     stand_in: Any = StandIn.of(result) if stand_ins_are_wanted() else result
     return stand_in  # type: ignore[no-any-return]  # it has the methods of a DTensor
+
+
+def _source(src_rank: int | None, src_data_rank: int | None, mesh: DeviceMesh) -> int | None:
+    """Return the source as an index into `mesh.ids`; None if every rank has the same tensor."""
+    if src_data_rank == 0:
+        return src_rank
+    if src_rank != 0:
+        raise LayoutError("src_rank and src_data_rank mean the same; give one of the two")
+    if src_data_rank is None:
+        return None
+    if not isinstance(src_data_rank, int) or not 0 <= src_data_rank < min(mesh.shape):
+        raise LayoutError(
+            f"src_data_rank {src_data_rank!r} is no index along every axis of mesh {mesh}; give 0 "
+            f"to {min(mesh.shape) - 1}, or None if every rank has the same tensor"
+        )
+    return mesh.ids.index(mesh.id_at([src_data_rank] * mesh.ndim))
 
 
 def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None) -> DTensor | None:

@@ -93,9 +93,7 @@ def _communicator(name: str, options: Options) -> Communicator:
     for unknown in options.keys() - Options.__annotations__.keys():
         keywords = ", ".join(Options.__annotations__)
         raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
-    if "device_mesh" not in options:
-        raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
-    return communicator_for(options.get("communicator"), options["device_mesh"])
+    return communicator_for(options.get("communicator"), options.get("device_mesh"))
 
 
 def empty(*size: _Size, **options: Unpack[Options]) -> DTensor:

@@ -1,4 +1,4 @@
-"""Stand-ins for DTensors in modules while a ``partition_fn`` of `distribute_module` runs.
+"""Replaces DTensors in modules by stand-ins while a ``partition_fn`` runs.
 
 `torch.nn.Module` accepts only torch tensors, and ``Module._apply`` swaps the parameter with its
 replacement, which torch's own DTensor does not allow. So a tensor without data takes the place of

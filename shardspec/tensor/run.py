@@ -1,4 +1,4 @@
-"""Carries out a conversion plan on this process's shards, step by step, and its gradient.
+"""Runs a conversion plan on this process's shards, step by step, forward and backward.
 
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.tensor.dtensor`.
 """
@@ -256,7 +256,7 @@ def with_gradient_reduced(
 
 
 class _Written(torch.autograd.Function):
-    """Overwritten memory, as a function of the new values: gradients pass to these."""
+    """Lets the gradient of memory that was overwritten pass to the new values."""
 
     @staticmethod
     def forward(ctx: Any, memory: torch.Tensor, _new: torch.Tensor) -> torch.Tensor:  # noqa: ANN401, ARG004
@@ -268,7 +268,7 @@ class _Written(torch.autograd.Function):
 
 
 def written(memory: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the memory that now has the values of `new`; gradients pass to `new`."""
+    """Return overwritten `memory` as a tensor whose gradient goes to its new values, `new`."""
     # torch leaves Function.apply untyped.
     result: torch.Tensor = _Written.apply(memory.detach(), new)  # type: ignore[no-untyped-call]
     return result

@@ -38,12 +38,12 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 
 
 def communicator_for(
-    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
+    communicator: Communicator | None, mesh: DeviceMesh | None, needs_shards: str = ""
 ) -> Communicator:
     """Return `communicator`, or by default that of the running job for this mesh.
 
-    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
-    mesh if the caller `needs_shards`.
+    Raises `LayoutError` if it is for another mesh or there is no mesh, and `CommunicatorError` on a
+    rank outside the mesh if the caller `needs_shards`.
     """
     mesh = checked_mesh(mesh)
     chosen = communicator_of(mesh) if communicator is None else communicator
@@ -224,7 +224,7 @@ def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return a layout in which every element is on one device: unused axes shard a dim too."""
+    """Return a layout in which every element is on one device, by sharding along all axes."""
     spec, shape = layout.spec, layout.global_shape
     spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]

@@ -314,7 +314,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": frame(bytes(1 << 30))}}, "1073741824 bytes"),
         (
             {"entries": {"a": frame(bytes(24000), write_content_size=False)}},
-            "does not record its decompressed size",
+            "lacks its decompressed size",
         ),
         ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),

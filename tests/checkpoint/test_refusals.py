@@ -29,7 +29,7 @@ def test_chunks_of_other_dims_are_described(tmp_path, offsets, sizes):
     metadata.state_dict_metadata["w"].chunks = [chunk]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert refused(tmp_path).endswith(
-        f"a chunk from {list(offsets)} of sizes {list(sizes)} is not one of a tensor with 2 dims; "
+        f"a chunk at {list(offsets)} of shape {list(sizes)} is in a tensor with 2 dims; "
         "the metadata is inconsistent, save again"
     )
 

@@ -106,7 +106,7 @@ def test_ranks_save_into_a_store(root):
     first = names(f"{root}/save")
     assert len(first) == 7
     assert_same(read_whole(f"{root}/save"), STATE)
-    with pytest.raises(OutputExistsError, match="holds a finished save"):
+    with pytest.raises(OutputExistsError, match="contains a finished save"):
         save_sharded(cut, f"{root}/save")
     assert names(f"{root}/save") == first
     save_sharded({"n": STATE["n"] + 1}, f"{root}/save", overwrite=True)

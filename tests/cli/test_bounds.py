@@ -222,6 +222,6 @@ def test_more_axes_or_dims_than_are_planned_for(axes, dims):
     )
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "Error: pair 1: conversions are planned on up to 32 mesh axes and for tensors of up to 64 "
-        f"dims, but these are {axes} axes and {dims} dims\n"
+        f"Error: pair 1: cannot plan conversions for {axes} mesh axes and {dims} dims; use at most "
+        "32 axes and 64 dims\n"
     )

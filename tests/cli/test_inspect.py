@@ -15,6 +15,7 @@ from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.compare.inspect import inspect_checkpoint, other_text
 from shardspec.cli.main import cli
+from shardspec.cli.output import say_parts
 from tests.checkpoint.formats.megatron_files import core, write
 from tests.checkpoint.handmade import handmade, sample
 
@@ -45,7 +46,7 @@ def test_tensors_and_ranks(ckpt):
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
-    assert ["step", "1", "1", "int64", "8", "B"] in lines
+    assert ["step", "1", "1", "8", "B", "int64"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
     assert [r"a.[very].long\tname" * 6, "[R]", "uint8", "3", "3", "B", "replicated"] in lines
     assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
@@ -283,6 +284,16 @@ def test_what_is_printed_fits_the_terminal(tmp_path, columns, full):
         assert [row[0] for row in rows] == ["optim.state.a.exp_avg", "optim.state.b.exp_avg"]
     else:
         assert [row[:3] for row in rows] == [["exp_avg", "2", "6"]]
+
+
+def test_a_line_is_printed_before_later_ones_are_made(capsys):
+    def lines():
+        yield "first"
+        assert capsys.readouterr().out == "first\n"
+        yield "second"
+
+    say_parts(lines())
+    assert capsys.readouterr().out == "second\n"
 
 
 def test_rows_of_many_tensors_are_cut_unless_all_are_wanted(tmp_path):

@@ -163,9 +163,7 @@ def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
     assert f"shared-bus model; axes 0,1 {inside}; " in notes(bus)
     refused = run("[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch")
     assert refused.exit_code == 2
-    assert (
-        "the nodes of mesh 2x9 are unknown: ids 0 to 17 are not in one node of 8" in refused.stderr
-    )
+    assert "mesh 2x9 has ids 0 to 17, but a node of a100-nvswitch has 8 devices" in refused.stderr
 
 
 def test_a_scalar_has_nothing_to_convert():
@@ -266,8 +264,8 @@ def test_max_bytes_finds_a_plan_or_says_the_least():
     result = run(*args, "--max-bytes", "0.2KiB")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "Error: no plan from [S0,R] to [R,S0] holds at most 204 bytes on every device; "
-        "the least that one needs is 256\n"
+        "Error: every plan from [S0,R] to [R,S0] needs more than 204 bytes on a device; "
+        "give at least 256\n"
     )
 
 
@@ -300,7 +298,7 @@ def test_no_sizes(text):
     [
         (
             "[S0] [R] --mesh 2 --target-mesh 4 --shape 4 --max-bytes 1KB",
-            "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh; "
+            "--max-bytes is for conversions on one mesh; omit it, or --target-mesh; "
             "see 'shardspec plan -h'",
         ),
         (
@@ -310,8 +308,8 @@ def test_no_sizes(text):
         ),
         (
             "[S0,R] [R,R] --mesh 2x2x2x2x2x2 --shape 64x64 --alternatives 1",
-            "alternatives are not searched for among 11743 layouts (mesh 2x2x2x2x2x2, 2 dims), "
-            "only among up to 1500; ask for the plan alone",
+            "alternatives: 11743 layouts (mesh 2x2x2x2x2x2, 2 dims) are too many for this search, "
+            "whose limit is 1500; ask for the plan alone",
         ),
         (
             "[S0,R] [R,R] --mesh 2y4 --shape 4x4",
@@ -345,7 +343,7 @@ def test_no_sizes(text):
         ),
         (
             "[S00] [R] --mesh 2 --shape 4",
-            "axis 0 is used twice, by dim 0 and by dim 0; a mesh axis can cut a tensor only once",
+            "axis 0 is used twice, by dim 0 and by dim 0; a mesh axis can shard a tensor only once",
         ),
         (
             "[R] [R|P0] --mesh 2 --shape 4",

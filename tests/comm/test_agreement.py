@@ -37,7 +37,7 @@ def test_where_shards_are():
     assert check_agreement({0: note(), 1: note()}) == "cpu"
     assert check_agreement({0: note(device=""), 1: note(device="cuda")}) == "cuda"
     assert check_agreement({4: note(device="")}) == ""
-    with pytest.raises(CommunicatorError, match="devices: rank 0 on cpu, rank 1 on meta; move"):
+    with pytest.raises(CommunicatorError, match="types: rank 0 on cpu, rank 1 on meta; move"):
         check_agreement({0: note(), 1: note(device="meta")})
 
 

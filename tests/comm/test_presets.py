@@ -80,12 +80,12 @@ def test_which_devices_are_in_one_node_follows_from_their_ids(ids, shape, groups
 
 def test_a_mesh_whose_nodes_are_unknown_is_refused():
     for ids, shape, name, why in (
-        ([0, 1, 2, 8, 9], (5,), "h100-nvswitch", "do not fill nodes evenly"),
-        (range(16), (2, 8), "pcie5-x16", "nothing joins such nodes"),
+        ([0, 1, 2, 8, 9], (5,), "h100-nvswitch", "its axes do not fill nodes evenly"),
+        (range(16), (2, 8), "pcie5-x16", "no link joins its nodes"),
     ):
         with pytest.raises(MeshError) as caught:
             CostModel.from_presets(DeviceMesh(ids, shape), [name])
-        assert f"are not in one node of 8 by {name}, and {why}; " in str(caught.value)
+        assert f"but a node of {name} has 8 devices, and {why}; " in str(caught.value)
     # Nothing is said of the mesh, so that every axis joins nodes.
     (link,) = CostModel.of_mesh(DeviceMesh([0, 1, 2, 8, 9], (5,))).links
     assert (link.name, link.port) == ("assumed ib-ndr-per-gpu", "device")

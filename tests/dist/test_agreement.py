@@ -170,7 +170,7 @@ def test_meta_tensors_move_as_shapes(tmp_path):
         assert found[1] == ("meta", (7, 5))
         assert found[2:4] == [(rows[rank], 5), (7, 5)]
         assert found[4] == ({2: ("meta", (7, 5))} if rank == 2 else {})
-        assert "different kinds of devices: rank " in found[5]
+        assert "different device types: rank " in found[5]
         assert "rank 1 on cpu" in found[5]
 
 

@@ -149,7 +149,7 @@ def seen_by_the_others(
 # then has ended for the third rank.
 SAID = {
     (True, False): r"(the memory of )?rank [012] (has ended|cannot be read: it has ended)",
-    (True, True): r"rank 1 did not come in time|rank [02] has ended or given up",
+    (True, True): r"rank 1 did not answer within|rank [02] has ended or given up",
     (False, False): r"(Connection closed by peer|Read error|Write error|writev|Socket|Timed out)",
     (False, True): r"(Timed out waiting 2000ms|Connection closed by peer|Read error)",
 }
@@ -310,5 +310,5 @@ def waited(tmp_path_factory):
 def test_a_reader_that_comes_too_late_is_told(waited):
     (zero, two), one = waited["too late"]
     assert two is None
-    assert "rank 1 did not come in time" in zero.text
+    assert "rank 1 did not answer within" in zero.text
     assert "rank 0 has ended or given up" in one.text

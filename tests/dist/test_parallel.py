@@ -359,7 +359,7 @@ REFUSALS = [
     "LayoutError: rule '*.q_proj.weight' has no effect, since later rules win and '*_proj.weight'",
     "LayoutError: rule 'norm.weight' has spec [S(tp),R] of 2 dims, but tensor 'norm.weight' has 1; "
     "write [S(tp),...]",
-    "LayoutError: tensor 'norm.weight' cannot be sharded as [R|P(tp)]: a parameter has no",
+    "LayoutError: tensor 'norm.weight' cannot be sharded as [R|P(tp)]; give a spec",
     "AxisError: rule 'norm.weight': pending reductions ['max', 'sum'] do not commute, so their "
     "result depends on the order; finish one",
     "AxisError: spec [S(pp)]: mesh dp=2,tp=2 has no axis named 'pp'; its names: dp, tp",

@@ -199,4 +199,4 @@ def test_a_forked_child_is_told_at_once(tmp_path, reads_peers):
     told = run_ranks(2, tmp_path, _convert_in_a_forked_child, reads_peers)
     assert time.monotonic() - started < 60
     for rank, text in enumerate(told):
-        assert text.startswith(f"this process is a forked child of rank {rank} and no rank of the")
+        assert text.startswith(f"this process is a forked child of rank {rank}, not a rank")

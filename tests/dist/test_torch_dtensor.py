@@ -5,6 +5,7 @@ all of the one and six of the other.
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from shardspec import (
     Layout,
     ShardingSpec,
     ShardSpecError,
+    distribute_tensor,
     init_device_mesh,
     redistribute,
 )
@@ -244,7 +246,57 @@ def refused(mesh):
         told(lambda: redistribute(theirs, "[S0]")),
         told(lambda: redistribute(theirs, "[S(pp),R]")),
         told(lambda: redistribute(ours, "[S0]")),
+        told(lambda: DeviceMesh.from_group(mesh.get_all_groups(), "cpu")),
     ]
+
+
+def keywords_mean_what_they_do_in_torch(rank, mesh):
+    torch_mesh = mesh.to_torch()
+    own, factor = WHOLE + rank, WHOLE.cos() * (rank + 1)
+    cuts: list[list[Placement]] = [[Shard(0), Replicate()], [Shard(1), Shard(0)], [Replicate()] * 2]
+    parts: list[list[Placement]] = [[Partial(), Partial()], [Partial("avg"), Replicate()]]
+    for source, pending in product(cuts, [None, *parts]):
+        for data_rank in (0, 1):
+            ours = distribute_tensor(own, mesh, source, src_data_rank=data_rank)
+            theirs = torch_distribute(own.clone(), torch_mesh, source, src_data_rank=data_rank)
+            assert torch.equal(ours.to_local(), theirs.to_local())
+        weight = WHOLE.cos() if pending is None else factor
+        leaves: list[Any] = [ours.requires_grad_(), theirs.requires_grad_()]
+        for leaf in leaves:
+            whole = leaf.full_tensor(grad_placements=pending)
+            assert torch.equal(whole, WHOLE + 3)
+            (whole**2 * weight).sum().backward()
+        mine, other = (leaf.grad.full_tensor() for leaf in leaves)
+        assert torch.allclose(mine, other), (source, pending)
+    everywhere = distribute_tensor(WHOLE, mesh, cuts[0], src_data_rank=None)
+    moved = everywhere.redistribute(mesh, cuts[1], async_op=True)
+    there = torch_distribute(WHOLE, torch_mesh, cuts[0]).redistribute(torch_mesh, cuts[1])
+    assert torch.equal(moved.to_local(), there.to_local())
+    rows = 4 - rank // 2
+    layouts: list[tuple[Placement, Placement]] = [(Shard(0), Partial()), (Shard(0), Replicate())]
+    for placements in layouts:
+        results = []
+        for kind, on in ((DTensor, mesh), (TorchDTensor, torch_mesh)):
+            local: Any = torch.full((rows, 2), rank + 1.0, requires_grad=True)
+            words: Any = {"run_check": False, "shape": torch.Size((7, 2)), "stride": (2, 1)}
+            words["grad_placements"] = [Shard(0), Replicate()]
+            made: Any = kind.from_local(local, on, placements, **words)
+            (made.redistribute(on, [Shard(0), Replicate()]).to_local() ** 2).sum().backward()
+            results.append((made.shape, local.grad))
+        assert results[0][0] == results[1][0]
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def groups_make_a_mesh(_, mesh):
+    everyone: Any = dist.group.WORLD
+    assert DeviceMesh.from_group(everyone, "cpu") == DeviceMesh(range(4))
+    groups = mesh.get_all_groups()
+    again = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    assert again == mesh
+    assert again.get_group("tp") is groups[1]
+    tp = DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("tp",))
+    assert tp == mesh["tp"]
+    assert torch.equal(DTensor(WHOLE, tp, "[S0,R]").to_global(), WHOLE)
 
 
 def play(rank, every, seeds):
@@ -256,6 +308,8 @@ def play(rank, every, seeds):
         orders_beside_placements,
         torch_code_gets_our_plans,
         parts_are_strided_shards,
+        keywords_mean_what_they_do_in_torch,
+        groups_make_a_mesh,
         *SCENES,
     ):
         scene(rank, mesh)
@@ -301,8 +355,8 @@ REFUSALS = [
     "LayoutError: the tensor is on a torch mesh of shape (2, 2), but mesh 4 has shape (4,)",
     "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor needs one "
     "process per device; start the program with torchrun, or hand on to_global()",
-    "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
-    "[R,R|P0,Pavg1] has",
+    "LossyConversionError: torch has no tensor with several kinds of pending reductions, such as "
+    "[R,R|P0,Pavg1]",
     "LayoutError: axis 0 has split factor 1",
     "LossyConversionError: placement _NormP(2)",
     "LayoutError: 1 placement for a mesh of 2 axes (2x2); give one per axis",
@@ -311,6 +365,7 @@ REFUSALS = [
     "LayoutError: spec [S0] is for 1 dim, but the tensor of shape (7, 5) has 2 dims",
     "AxisError: spec [S(pp),R]: mesh dp=2,tp=2 has no axis named 'pp'",
     "LayoutError: redistribute takes a DTensor of torch, not a DTensor",
+    "MeshError: from_group: ",
 ]
 
 

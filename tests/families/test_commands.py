@@ -85,7 +85,7 @@ def test_digests_and_deltas_are_of_the_tensors_under_the_names_of_a_model(tmp_pa
     assert run("digest", megatron).rpartition(" ")[2] != plain
     run("verify", megatron, "--digests", tmp_path / "digests.json", *renamed)
     run("verify", megatron, "--digests", tmp_path / "digests.json", code=3)
-    assert "give it too" in run("verify", megatron, *renamed, code=2)
+    assert "give --digests too" in run("verify", megatron, *renamed, code=2)
     first = min(arrays)
     arrays[first] = arrays[first] + 1
     save_file(arrays, tmp_path / "base.safetensors")

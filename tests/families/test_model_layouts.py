@@ -1,14 +1,19 @@
 """Models cut by the layouts of trainers and engines: what each device has."""
 
 import json
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
-from shardspec import Layout, model_layouts
+from shardspec import DeviceMesh, DTensor, Layout, model_layouts, plan_reshard
+from shardspec.checkpoint.convert.model_names import model_names
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.errors import LayoutError
+from shardspec.families.layouts import padded_config, parse_layout
 from tests.families.test_commands import run, same, saved
 from tests.families.test_shapes import HF
 
@@ -62,6 +67,34 @@ def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path
     run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", folder)
     same(tmp_path / "back", arrays)
     assert (tmp_path / "run" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("family", sorted(HF))
+def test_the_maps_between_two_layouts_are_one_plan(family):
+    """One plan through all maps moves what the maps move one after the other."""
+    config = HF[family]["config"]
+    try:
+        source = model_layouts(config, "megatron:tp=2", dtype="float32")
+    except LayoutError:  # Megatron-core has no such layers
+        source = model_layouts(config, "fsdp:2", dtype="float32")
+    names = {name: at.global_shape for name, at in source.items()}
+    whole = {name: torch.arange(prod(shape)).float().view(shape) for name, shape in names.items()}
+    state = {name: DTensor(whole[name], at.mesh, at.spec) for name, at in source.items()}
+    for text in ("vllm:tp=2", "fsdp:3"):
+        parsed = parse_layout(text)
+        naming = model_names(config, parsed.place)
+        naming = replace(naming, config=padded_config(naming.config, parsed))
+        target = {
+            name: Layout(at.mesh, at.spec.without_partial(), at.global_shape, at.dtype)
+            for name, at in model_layouts(config, text, dtype="float32").items()
+        }
+        got = plan_reshard(state, target, names=naming).run(state)
+        wanted = state
+        for map_ in naming.maps(names):
+            wanted = plan_reshard(wanted, (DeviceMesh([9], (1,)), {}), names=map_).run(wanted)
+        assert got.keys() == wanted.keys() == target.keys()
+        for name, tensor in got.items():
+            assert torch.equal(tensor.to_global(), wanted[name].to_global()), name
 
 
 def prod_of(box: tuple[tuple[int, int], ...]) -> int:

@@ -15,7 +15,7 @@ from tests.faults.operations import ALL, SAVE, Operation, Stage
 __all__ = ["saves", "writers"]
 
 _MOST: Final = 8
-_TOLD: Final = ("another run ", "exists;", "holds a finished save;")
+_TOLD: Final = ("another run ", "exists;", "contains a finished save;")
 
 
 def _race(operation: Operation, stage: Stage, count: int, overwrite: bool, old: bool) -> None:

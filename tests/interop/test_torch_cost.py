@@ -128,7 +128,7 @@ def test_tables_of_edges_cost_what_each_pair_does():
         assert table.tolist() == [pytest.approx(row, rel=1e-9) for row in wanted]
     assert (tables[1][:, 0] == inf).all()
     assert cost.tables([]) == []
-    with pytest.raises(LayoutError, match="need one shape and dtype"):
+    with pytest.raises(LayoutError, match="give both the same shape and dtype"):
         cost.tables([ends, (ends[0], others[1])])
 
 

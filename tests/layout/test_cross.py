@@ -198,7 +198,7 @@ def test_a_plan_between_meshes_says_what_is_held_at_most_and_takes_no_bound():
     )
     plan = LayoutConverter().plan(source, target)
     assert plan.peak_bytes == max(plan.live_bytes) >= 12 * 12 * 4 + 6 * 4 * 4
-    with pytest.raises(LayoutError, match=r"max_bytes bounds conversions on one mesh, .*another"):
+    with pytest.raises(LayoutError, match=r"max_bytes is for conversions on one mesh, .*another"):
         LayoutConverter().plan(source, target, max_bytes=10 * plan.peak_bytes)
 
 

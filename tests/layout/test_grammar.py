@@ -54,7 +54,7 @@ def test_the_texts_are_well_formed_where_only_the_axes_are_wrong():
     for text, start in cases.items():
         with pytest.raises(AxisError) as caught:
             ShardingSpec.parse(text)
-        assert str(caught.value) == start + "a mesh axis can cut a tensor only once"
+        assert str(caught.value) == start + "a mesh axis can shard a tensor only once"
 
 
 @settings(max_examples=100)

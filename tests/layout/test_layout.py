@@ -237,12 +237,12 @@ def test_a_shape_that_does_not_fit(spec, shape, message):
         (
             "[S(0,dp)]",
             "spec [S(0,dp)]: axis 0 is used twice, by dim 0 and by dim 0; "
-            "a mesh axis can cut a tensor only once",
+            "a mesh axis can shard a tensor only once",
         ),
         (
             "[S(tp)|P1]",
             "spec [S(tp)|P1]: axis 1 is used twice, by dim 0 and by the pending sum; "
-            "a mesh axis can cut a tensor only once",
+            "a mesh axis can shard a tensor only once",
         ),
         (
             "[R|P(0,dp)]",

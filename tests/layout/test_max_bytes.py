@@ -58,7 +58,7 @@ def test_pairs_and_every_bound(mesh, shape, every):
                 assert max(plan.live_bytes, default=0) <= bound
                 planned += 1
             else:
-                with pytest.raises(LayoutError, match=f"the least that one needs is {int(least)}$"):
+                with pytest.raises(LayoutError, match=f"give at least {int(least)}$"):
                     converter.plan(layouts[i], layouts[j], max_bytes=int(bound))
                 refused += 1
     assert planned > refused > 0
@@ -81,5 +81,5 @@ def test_alternatives_keep_to_the_bound_too():
 def test_too_many_layouts_for_a_bound():
     mesh = DeviceMesh(range(64), (2,) * 6)
     layout = Layout(mesh, "[S0,R]", (64, 64), "f32")
-    with pytest.raises(LayoutError, match="max_bytes is not searched for among 1"):
+    with pytest.raises(LayoutError, match="max_bytes: 1"):
         LayoutConverter().plan(layout, "[R,S0]", max_bytes=10)

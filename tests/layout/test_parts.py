@@ -203,7 +203,7 @@ def test_what_is_refused_by_name():
     with pytest.raises(LayoutError, match=r"redistribute to \[S0\] first"):
         Layout(mesh, "[S0{4,2}]", (6,), "f32").box(0)
     many = Layout(DeviceMesh(range(2**15), (2**15,)), "[S0*2]", (8,), "f32")
-    with pytest.raises(LayoutError, match="32,768 devices; exchanges are planned for up to 16,384"):
+    with pytest.raises(LayoutError, match=r"32,768 devices is .*; use at most 16,384"):
         _ = LayoutConverter().plan(many, "[R]").step_bytes
     for cut in (
         {"axes": [0], "parts": [0]},
@@ -218,7 +218,7 @@ def test_what_is_refused_by_name():
         placements_of(ShardingSpec.parse("[S0{4,2}]"), (2, 2))
     t = distribute_tensor(torch.randn(6), mesh, "[S0{4,2}]")
     plan = LayoutConverter().plan(t.layout, "[R]")
-    with pytest.raises(LayoutError, match=f"the least that one needs is {plan.peak_bytes}"):
+    with pytest.raises(LayoutError, match=f"give at least {plan.peak_bytes}"):
         LayoutConverter().plan(t.layout, "[R]", max_bytes=plan.peak_bytes - 1)
 
 

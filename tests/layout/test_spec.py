@@ -166,7 +166,7 @@ def test_a_dim_the_tensor_lacks():
 
 
 def test_an_axis_used_twice():
-    once = "a mesh axis can cut a tensor only once"
+    once = "a mesh axis can shard a tensor only once"
     assert axis_error(lambda: ShardingSpec(2, {0: [0], 1: [1, 0]})) == (
         f"axis 0 is used twice, by dim 0 and by dim 1; {once}"
     )
@@ -194,10 +194,10 @@ def test_axes_that_are_none():
 
 def test_axes_that_are_not_in_a_list():
     assert axis_error(lambda: ShardingSpec(1, {0: "tp"})) == (
-        "dim_partition_dict gives 'tp' for dim 0; give a list of axes: ['tp']"
+        "dim_partition_dict has 'tp' for dim 0; give a list: ['tp']"
     )
     assert axis_error(lambda: ShardingSpec(2, {1: 3})) == (  # type: ignore[arg-type]  # as users do
-        "dim_partition_dict gives 3 for dim 1; give a list of axes: [3]"
+        "dim_partition_dict has 3 for dim 1; give a list: [3]"
     )
 
 

@@ -125,7 +125,7 @@ def test_pairs_that_are_none():
     a, b = (Layout(DeviceMesh(range(2), (2,)), "[R]", shape, "f32") for shape in ((8,), (9,)))
     with pytest.raises(LayoutError, match="2 sources for 1 targets; give pairs"):
         LayoutConverter().costs([a, a], [a])
-    with pytest.raises(LayoutError, match=r"^edge 1 is between .*one shape and dtype$"):
+    with pytest.raises(LayoutError, match=r"^pair 1 is of two .*same shape and dtype$"):
         LayoutConverter().costs([a, a, b], [a, b, b])
     with pytest.raises(LayoutError, match="a conversion only finishes reductions"):
         LayoutConverter().costs([a], [a.with_spec("[R|P0]")])

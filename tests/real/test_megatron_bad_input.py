@@ -107,9 +107,9 @@ def megatron(monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        ({ORIGINAL: (4, 3, 5)}, "is not made of such blocks"),
-        ({ORIGINAL: (16, 1)}, "is not made of such blocks"),
-        ({ORIGINAL: (-4, 16)}, "sizes are whole numbers"),
+        ({ORIGINAL: (4, 3, 5)}, "into blocks"),
+        ({ORIGINAL: (16, 1)}, "into blocks"),
+        ({ORIGINAL: (-4, 16)}, "sizes are not whole numbers"),
         ({"other": (4, 16)}, "fully_reshardable"),
         ({ORIGINAL: (4, 16), 1: 2}, "fully_reshardable"),
         (7, "fully_reshardable"),

@@ -1,5 +1,6 @@
 """Name maps: what they move, against numpy, and that faults in them are found."""
 
+import itertools
 import random
 import re
 import runpy
@@ -13,7 +14,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard, reshard_state
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.name_map import Equation, target_shapes
-from shardspec.resharding.views import views_of
+from shardspec.resharding.views import View, composed, views_of
 from tests.jobs import EXAMPLES
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
 
@@ -308,6 +309,45 @@ def test_views_that_are_refused(source, target, shapes, says):
     with pytest.raises(SpecSyntaxError) as error:
         views_of(source, target, shapes[0], shapes[1], {"n": 3})
     assert says in str(error.value)
+
+
+def elements(view: View) -> dict[int, int]:
+    """Return source to target index of each element of an equation between tensors of one dim."""
+    pairs = {}
+    for index in itertools.product(*map(range, view.shape)):
+        ends = []
+        for side in (view.source, view.target):
+            at = 0
+            for factor in side.dims[0]:
+                at = at * factor.size + factor.start + index[factor.axis]
+            ends.append(at)
+        pairs[ends[0]] = ends[1]
+    return pairs
+
+
+def test_two_equations_are_one_where_a_slice_has_several_factors():
+    """Rows of heads leave one fused tensor and enter a slice of another one, and back."""
+    composed_ones = 0
+    for g, q, d, more in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (0, 1, 2)):
+        rows, sizes = g * q * d, {"g": g, "q": q, "d": d}
+        fused = (g * (q + more) * d,)
+        first = views_of(["(g r d)", f"r[{more}:]"], ["(g q d)"], fused, (rows,), sizes)
+        for start, behind in itertools.product(range(7), (0, 1, 4)):
+            length = start + rows + behind
+            slice_ = ["x", f"x[{start}:{start + rows}]"]
+            second = views_of(["x"], slice_, (rows,), (length,), {})
+            for a, b in ((first, second), (turned(second), turned(first))):
+                both = composed(a, b)
+                assert (both is None) == bool(start % (q * d)), (g, q, d, start)
+                if both is not None:
+                    composed_ones += 1
+                    then = elements(b)
+                    assert elements(both) == {x: then[y] for x, y in elements(a).items()}
+    assert composed_ones > 500
+
+
+def turned(view: View) -> View:
+    return View(view.shape, view.target, view.source)
 
 
 def test_maps_in_turn_give_what_each_gives_after_the_other():

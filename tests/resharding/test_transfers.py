@@ -223,7 +223,7 @@ def bad_plan(**changes):
         ((True,), None, "device True is not in the plan"),
         ((7, "mine"), None, "end='mine': give 'receiver', 'sender' or 'both'"),
         ((7,), {"there": {}}, "strides= has 'there'; give 'source' and 'target'"),
-        ((7,), {"target": {"v": (24, 4)}}, "strides= declares 'v', which is no target of the plan"),
+        ((7,), {"target": {"v": (24, 4)}}, "strides= declares 'v', but the plan's target lacks it"),
         (
             (7,),
             {"target": {"w": {8: (12, 4)}}},

@@ -51,11 +51,11 @@ class Difference:
 
     name: str
     problem: str
-    """Rest of a sentence that begins with the name: ``has shape [2] in the first, ...``."""
+    """The difference in words, after the name: ``has shape [2] in the first, ...``."""
     index: tuple[int, ...] | None = None
     """First element that differs, in row-major order; None if shapes, dtypes or names differ."""
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Ranks whose boxes contain that element, on each side."""
+    """Ranks whose boxes contain that element, in each checkpoint."""
     kind: Literal["tensor", "value"] = "tensor"
     one_side: bool = False
     """True if only one of the checkpoints has this tensor or value."""
@@ -75,7 +75,7 @@ class DiffExtent:
     max_rel: float
     """Largest difference relative to the second number; infinite where that is 0."""
     nans: tuple[int, int]
-    """Number of differing elements that are NaN, on each side."""
+    """Number of differing elements that are NaN, in each checkpoint."""
 
     def __str__(self) -> str:
         text = (
@@ -113,7 +113,7 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
-    """Return the tensors to compare: new name to name in the first, and names in the second."""
+    """Return the tensors to compare: new name -> name in `a`, and the names in `b`."""
     chosen = {tensor.name: tensor.source for tensor in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
 
@@ -184,7 +184,7 @@ def diff_checkpoints(
 def values_to_compare(
     a: Catalog, b: Catalog, choice: Choice
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the entries of both to compare that are not tensors, by names in the second."""
+    """Return the entries to compare that are not tensors, of both checkpoints, by name in `b`."""
     if "tensors" in _keeps_of(a, b):
         return {}, {}
     names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
@@ -194,13 +194,16 @@ def values_to_compare(
 
 
 def _keeps_of(*sources: Catalog) -> set[str]:
-    """Return `Format.keeps` of the format of each checkpoint."""
+    """Return the kinds of entries that the formats of all checkpoints keep; see `Format.keeps`."""
     formats = (format_called(source.format) for source in sources)
     return {"values" if format is None else format.keeps for format in formats}
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries by dotted name, as nesting depends on the format; skip files outside."""
+    """Return entries by dotted name, since nesting depends on the format.
+
+    Files that a checkpoint only refers to are skipped.
+    """
     return {
         dotted_name(path): leaf
         for name, value in values.items()
@@ -310,7 +313,7 @@ def _difference(
 
 
 def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
-    """Return an element of both as text, with a placeholder for the ranks of each."""
+    """Return the values of an element in both tensors as text, with a placeholder for ranks."""
     values = [
         repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
     ]

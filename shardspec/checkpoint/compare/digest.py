@@ -83,8 +83,8 @@ def digest(
     communicator
         The ranks of a state dict, as for `save_sharded`.
     part
-        Digest only the boxes of a state dict that this process saves, without the other ranks.
-        Parts add up: ``sum(parts, Digests({})).require_complete()``.
+        Digest only the boxes of a state dict that this process would save, without other ranks.
+        Add up the results: ``sum(parts, Digests({})).require_complete()``.
     progress
         Called with the bytes read from a checkpoint so far, and in all.
 
@@ -208,7 +208,7 @@ def _of_boxes(source: Catalog, chosen: Communicator, seed: int) -> dict[str, Ten
 
 
 def named_state(source: Catalog, names: Names | None, drop: Patterns = ()) -> Catalog:
-    """Return a state dict in memory with a map applied."""
+    """Apply a name map to a state dict in memory."""
     if names is None:
         check_drop(Choice(drop=drop))
         return source
@@ -234,7 +234,7 @@ def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
 
 
 def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: int = 0) -> Digests:
-    """Return the sums of the digests of all processes of a mesh; all of them call it."""
+    """Add up the digests of all processes of a mesh, which all call this."""
     names, (first, *others) = sorted(mine), communicator.addressable
     sums = np.array([mine[name].sums for name in names], np.uint64)
     own: dict[int, bytes | None] = {first: sums.tobytes(), **dict.fromkeys(others, None)}
@@ -257,7 +257,7 @@ def read_digests(path: PurePath | str) -> Digests:
 
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
-    """Check that a file of digests can be written, before any other output."""
+    """Raise CheckpointError if a file of digests cannot be written; called before any output."""
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: this file would be inside the output {output}, which is replaced; choose "

@@ -1,7 +1,7 @@
 """Describes the contents of a checkpoint without reading its data."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +24,7 @@ from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):
-    """The ranks of each box: by the tensor's layout, or if that is unknown, as stored."""
+    """The ranks that have each box of a tensor: by its layout, or as stored if that is unknown."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every nonempty box, and its ranks."""
@@ -35,7 +35,7 @@ class RowHolders(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Some of the tensors of a checkpoint."""
+    """Totals of some tensors of a checkpoint."""
 
     tensors: int
     parameters: int
@@ -65,7 +65,7 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint or a selection of its tensors; each access looks the tensors up again."""
+    """A description of a checkpoint, or of selected tensors; properties read the catalog anew."""
 
     source: Catalog
     names: tuple[str, ...]
@@ -83,22 +83,19 @@ class CheckpointSummary:
     @property
     def num_bytes(self) -> int:
         """Bytes of all global tensors: about the size of the merged file."""
-        return sum(tensor.num_bytes for tensor in self.outlines)
+        return self.total().num_bytes
 
-    def groups(self) -> "dict[str, Group]":
-        """Return the sums over each group of tensors; see `groups_of`."""
-        groups = {}
-        for group, names in groups_of(self.names).items():
-            tensors = list(map(self.source.outline, names))
-            parameters = sum(prod(tensor.shape) for tensor in tensors)
-            num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            groups[group] = Group(len(tensors), parameters, num_bytes)
-        return groups
+    def total(self) -> "Group":
+        """Return the sums over all tensors."""
+        kinds = Counter((tensor.shape, tensor.dtype) for tensor in self.outlines)
+        parameters = sum(number * prod(shape) for (shape, _), number in kinds.items())
+        sizes = (n * prod(shape) * item_bytes(dtype) for (shape, dtype), n in kinds.items())
+        return Group(len(self.names), parameters, sum(sizes))
 
-    def parameters(self) -> tuple[int, int]:
-        """Return the number of elements of the model, and of the optimizer's state."""
-        model, states = self.apart()
-        return model.elements, states.elements
+    def groups(self) -> "dict[str, CheckpointSummary]":
+        """Return a summary of each group of tensors; see `groups_of`."""
+        groups = groups_of(self.names).items()
+        return {group: replace(self, names=tuple(names)) for group, names in groups}
 
     def apart(self) -> "tuple[CheckpointSummary, CheckpointSummary]":
         """Return summaries of the model's tensors and of the optimizer's state."""
@@ -106,11 +103,6 @@ class CheckpointSummary:
         chosen = set(model)
         states = tuple(name for name in self.names if name not in chosen)
         return replace(self, names=model), replace(self, names=states)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all global tensors."""
-        return sum(prod(tensor.shape) for tensor in self.outlines)
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return the layout of a tensor over the mesh that wrote it, if the format records both."""
@@ -127,7 +119,7 @@ class CheckpointSummary:
 
     @property
     def rank_files(self) -> list[tuple[int, int, str | None]]:
-        """(device, bytes, file) for each device of the mesh, or each one that stored a box."""
+        """(device, bytes, file) of each device of the mesh; without a mesh, of each that stored."""
         # Many tensors share one tuple of boxes.
         widths: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
@@ -157,15 +149,16 @@ class CheckpointSummary:
     def facts(self) -> dict[str, object]:
         """Return the summary as plain values, without the tensors."""
         source, mesh, groups = self.source, self.source.mesh, self.groups()
+        model, states = (part.total() for part in self.apart())
         return {
             "directory": str(source.directory),
             "format": source.format,
             "run": dict(self.run),
             "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
-            "bytes": self.num_bytes,
-            "parameters": self.parameters()[0],
-            "optimizer_elements": self.parameters()[1],
-            "groups": {name: group._asdict() for name, group in groups.items()},
+            "bytes": model.num_bytes + states.num_bytes,
+            "parameters": model.parameters,
+            "optimizer_elements": states.parameters,
+            "groups": {name: group.total()._asdict() for name, group in groups.items()},
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": file}
                 for rank, num_bytes, file in self.rank_files
@@ -241,11 +234,11 @@ def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary
 
 _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 """Number in a name, such as the 12 of ``layers.12.up.weight``."""
-_MOMENT: Final = re.compile(
-    r"(?:^|\.)(max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step)(?=\.|$)"
-)
+_MOMENTS: Final = "max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step"
+_MOMENT: Final = re.compile(rf"(?<![^.])({_MOMENTS})(?![^.])")
 _OPTIMIZER: Final = re.compile(
-    rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
+    r"(?<![^.])(?:(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|"
+    rf"(?:{_MOMENTS})(?![^.]))"
 )
 """Names of an optimizer's state in checkpoints of torch, Megatron and DeepSpeed."""
 _MAIN: Final = re.compile(r"optimizer\.state\.((?:fp32_)?param)\.")
@@ -292,7 +285,7 @@ def repeated_layers(properties: Mapping[str, Hashable]) -> list[Repeated]:
 
 
 def _blocks(numbers: Sequence[_Numbers]) -> Iterator[list[_Numbers]]:
-    """Split sorted tuples into products: (0, 1), (0, 2), (4, 1), (4, 2) is (0, 4) × (1, 2)."""
+    """Group sorted tuples into products: (0, 1), (0, 2), (4, 1), (4, 2) are (0, 4) × (1, 2)."""
     if not numbers[0]:
         yield []
         return
@@ -354,7 +347,7 @@ def optimizer_kind(name: str) -> str | None:
 
 
 def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:
-    """Return the prefixes that distinguish names from the others; None if more differs.
+    """Return the prefixes in which names differ from the others; None if more than that differs.
 
     One side may have more names than the other. No name may be on both sides.
 

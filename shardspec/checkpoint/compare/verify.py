@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint, and checks it against digests and replicas."""
+"""Reads every byte of a checkpoint, compares it with stored digests, and compares replicas."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield (box, range) for each range of a file with a tensor's box, or with its digest."""
+    """Yield (box, range of a file) for each range to read: that of a digest, or else of a box."""
     yielded = set()
     for stored in tensor.boxes:
         digest = stored.digest

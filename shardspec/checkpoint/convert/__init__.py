@@ -1,1 +1,1 @@
-"""Merges and reshards checkpoints."""
+"""Merges sharded checkpoints into whole tensors, or reshards them for another mesh."""

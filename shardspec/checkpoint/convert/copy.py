@@ -389,7 +389,7 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
 
 
 class Destination(NamedTuple):
-    """The path to write to, and what an overwriting save has found there."""
+    """The path to write to, and the files that are there and will be replaced."""
 
     path: StoragePath
     overwrite: bool = False
@@ -639,7 +639,7 @@ class Output:
                 self.progress(self._done, self._total)
 
     def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
-        """Write a file from start to end; `blocks` yields a box's bytes, None if they are there."""
+        """Write a file from start to end; without `blocks`, its boxes are written already."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
             ((raw.offset, raw) for raw in file.raw),

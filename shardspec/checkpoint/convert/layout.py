@@ -85,7 +85,7 @@ def layouts_like(
 def layouts_given(
     explicit: Mapping[str, Layout], tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh and layouts that the caller listed; partial axes become replicated."""
+    """Return the mesh and the layouts that the caller listed, without pending reductions."""
     layouts = {}
     for tensor in tensors:
         layout = explicit.get(tensor.name)

@@ -1,4 +1,4 @@
-"""Merges an adapter of PEFT into its base: LoRA, rank-stabilized LoRA and DoRA.
+"""Merges an adapter of PEFT into its base model: LoRA, rank-stabilized LoRA and DoRA.
 
 A merged weight, base + scale * B @ A, is computed in float32 while it is read, and rounded once at
 the end. As in PEFT, scale * B @ A is also rounded for embeddings and adapted bare parameters.
@@ -66,7 +66,7 @@ _KINDS: Final = {
     "use_dora": bool | None,
     "fan_in_fan_out": bool | None,
 }
-"""Key to the type of its value."""
+"""Key of an adapter's config -> type of its value."""
 _TRANSPOSED: Final = ("gpt_oss", "aria", "openai_privacy_filter")
 """Model types whose stacked experts are stored as (experts, inputs, outputs)."""
 _TIED: Final = re.compile(r"(.+\.)?(lm_head|embed_out|embed_tokens|wte|embed_in)\.weight")
@@ -74,13 +74,13 @@ _HEAD: Final = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
 _MOST: Final = 1 << 32
 """Bound of ranks and alphas."""
 _REPEATS: Final = "*+{"
-"""Characters that repeat a part of a regular expression."""
+"""Characters of a regular expression that repeat a part of it."""
 _MOST_REPEATS: Final = 4
-"""Bound of them in a key of `rank_pattern` or `alpha_pattern`: more could match for hours."""
+"""Maximum of these characters in a key of `rank_pattern`; more could take hours to match."""
 _KEPT_BYTES: Final = 32 << 20
 """Bytes of an adapter's tensors that are kept in memory."""
 _ALONE: Final = 1 << 18
-"""Multiplications for which OpenBLAS takes one thread; its threads would wait for each other."""
+"""Multiplications up to which OpenBLAS uses one thread; its threads would wait for each other."""
 
 
 class _Delta(NamedTuple):
@@ -103,11 +103,12 @@ class _Delta(NamedTuple):
 def adapted_source(
     source: Catalog, adapter: Catalog, names: Names | None, choice: Choice
 ) -> tuple[Catalog, Choice]:
-    """Return a base with an adapter merged, mapped as requested, and the options left to apply.
+    """Merge an adapter into its base, and rename tensors; return the remaining options too.
 
-    An adapter has the names of the model in memory; tensors of the base are renamed to these.
+    An adapter has the names of the model in memory, so the base is first renamed to these.
 
-    Raises CheckpointError if a tensor of the adapter has no place, or its method is unknown.
+    Raises CheckpointError if the base lacks a tensor that the adapter changes, or if the adapter's
+    method is unknown.
     """
     config = config_of(source, names)
     numbered = with_numbers(source, choice.dtype, choice, config)
@@ -131,7 +132,7 @@ def adapted_source(
 def _in_memory(
     source: Catalog, adapter: Catalog, names: ModelNames, choice: Choice
 ) -> tuple[Catalog, Choice]:
-    """Return a base with an adapter merged under the names of the model in memory."""
+    """Rename the base as the model in memory, and merge the adapter into it."""
     live = replace(names, names="live").applied(source, choice, ())
     merged = _merged(live, adapter, names.config, choice.dtype)
     made = replace(names, fill_from=None).applied(merged, None, ())
@@ -215,7 +216,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
 
 
 def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return the names of an adapter's tensors: by module and kind, and of trained copies."""
+    """Return an adapter's tensors as module -> kind -> name, and its trained copies by name."""
     parts: dict[str, dict[str, str]] = {}
     saved: dict[str, str] = {}
     adapters = set()
@@ -226,7 +227,7 @@ def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]
         if match is None:
             if "lora_" in name:
                 raise CheckpointError(
-                    f"{adapter.directory}: {shown(own)} is of an unknown kind; merge it with PEFT"
+                    f"{adapter.directory}: {shown(own)} is of no known kind; merge it with PEFT"
                 )
             saved[_SAVED.sub("", name)] = own
             continue
@@ -244,7 +245,7 @@ def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]
 
 
 class _Places:
-    """Names of the base's tensors, with tied embeddings as one."""
+    """Looks up tensors of the base; a tied embedding and head count as one tensor."""
 
     def __init__(self, base: Catalog, model: Mapping[str, object]) -> None:
         self.base, self.model = base, model
@@ -252,7 +253,7 @@ class _Places:
         self._ends = [name for name in base.names if _TIED.fullmatch(name)]
 
     def get(self, name: str) -> str | None:
-        """Return the name of a tensor in the base; for a missing head, that of the embedding."""
+        """Return the name of a tensor in the base; a missing head is the embedding."""
         if name in self._names:
             return name
         lacks = not any(map(_HEAD.fullmatch, self._ends))
@@ -336,7 +337,7 @@ def _delta(
     places: _Places,
     config: Mapping[str, Any],
 ) -> _Delta | None:
-    """Return how A and B change a weight; None if their shapes do not fit it."""
+    """Return the change that A and B make to a weight; None if their shapes do not fit it."""
     a, b = (adapter.outline(names[kind]).shape for kind in "AB")
     shape = places.base.outline(target).shape
     if len(a) != 2 or len(b) != 2 or len(shape) not in (2, 3) or 0 in (*a, *b, *shape):
@@ -370,7 +371,7 @@ def _delta(
 
 
 def _stated(config: Mapping[str, Any], key: str, pattern: str, module: str) -> float:
-    """Return the rank or alpha of a module: that of a matching pattern, or the default."""
+    """Return the rank or alpha of a module: the value of a matching pattern, or the default."""
     value = config.get(key)
     for expression, of_pattern in (config.get(f"{pattern}_pattern") or {}).items():
         try:
@@ -442,7 +443,7 @@ class _Changed(Recast):
     def parts(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield ranges of rows of a part, and their numbers with changes, scaled by DoRA."""
+        """Yield (rows, numbers) of a part, with the changes added and scaled by DoRA."""
         delta = self._deltas[0]
         if delta.magnitude and self._factor is None:
             self._factor = self._magnitudes(delta)
@@ -456,7 +457,7 @@ class _Changed(Recast):
     def _sums(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield ranges of rows of a part, and their numbers with scale * B @ A added."""
+        """Yield (rows, numbers) of a part, with scale * B @ A added."""
         places = slice(row, row + shape[0]), slice(column, column + shape[1])
         factors = [self._factors(delta, matrix, *places) for delta in self._deltas]
         change: NDArray[Any] | None = None
@@ -484,7 +485,7 @@ class _Changed(Recast):
         return left[rows] * left.dtype.type(delta.scale), right[:, columns], delta.rounded
 
     def _magnitudes(self, delta: _Delta) -> NDArray[Any]:
-        """Return DoRA's factor of each output: its magnitude by the norm of its weights."""
+        """Return DoRA's factor of each output: its magnitude divided by the norm of its weights."""
         squares = np.zeros(self.columns if delta.transposed else self.rows)
         for some in strips(self.rows, self.columns):
             shape = some.stop - some.start, self.columns

@@ -449,7 +449,7 @@ def _converted(
 
 
 def _digests(target: Target, output: Output) -> Digests:
-    """Return the digests of all tensors of an output; a tied tensor has that of its twin."""
+    """Return the digests of all tensors of an output; tied tensors have the same digest."""
     digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)

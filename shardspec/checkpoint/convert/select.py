@@ -119,9 +119,8 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if `drop` is used without a name map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} can only be dropped with a map of names (",
             Argument("drop"),
-            "); exclude it instead",
+            f" is only for maps of names; exclude {shown(choice.drop)} instead",
         )
 
 
@@ -346,7 +345,7 @@ def mapped(
 
 
 def mapped_choice(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a view of the selected tensors under a map's names, and the options still to apply.
+    """Return the selected tensors under a map's names, and the options not applied yet.
 
     Raises LayoutError as `mapped` does, and if `drop` is given without a map.
     """
@@ -362,7 +361,7 @@ def through(
     dropped: Mapping[str, Shape],
     extras: Mapping[str, object],
 ) -> Catalog:
-    """Return a view of a checkpoint under several maps in turn, without the `dropped` tensors."""
+    """Apply name maps one after the other to a checkpoint, without the `dropped` tensors."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.facts.dropped)
@@ -427,8 +426,8 @@ class MappedCatalog(DerivedCatalog):
             dtype = self._dtypes.setdefault(equation.target, outline.dtype)
             if dtype != outline.dtype:
                 raise LayoutError(
-                    f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, which "
-                    f"is {equation.source!r}; cast one of them first"
+                    f"the map makes {equation.target!r} from tensors of {dtype} and of "
+                    f"{outline.dtype} ({equation.source!r}); cast one of them first"
                 )
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)

@@ -1,7 +1,7 @@
-"""Sums checkpoints with weights: averages, and differences that are added to a base.
+"""Computes weighted sums of checkpoints: averages, or a base plus the difference of two others.
 
-A summed tensor has the boxes of all checkpoints, as addends of one pending reduction. Readers
-finish it block by block, so memory does not grow with the number or the size of the tensors.
+A tensor of the sum has the boxes of all checkpoints, as if they were addends of a pending
+reduction. Readers add them block by block, so memory stays small.
 """
 
 import re
@@ -41,14 +41,14 @@ from shardspec.text import Argument, counted, shown
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _NOT_SUMMED: Final = re.compile(r"u?int.*|bool|complex.*|float8_e8m0fnu|float4.*")
-"""Dtypes of counters, codes and scales."""
+"""Dtypes that are not summed: those of counters, codes and scales."""
 
 
 def check_weights(weights: Sequence[float] | None, checkpoints: int) -> tuple[float, ...]:
-    """Return the weights of checkpoints as floats.
+    """Check the weights of the checkpoints, and return them as floats.
 
-    Raises CheckpointError if there is not one for each, if one is not finite in float32, or if all
-    are zero.
+    Raises CheckpointError if there is not one weight per checkpoint, if a weight is not finite in
+    float32, or if all weights are zero.
     """
     if weights is None:
         raise CheckpointError(
@@ -59,12 +59,16 @@ def check_weights(weights: Sequence[float] | None, checkpoints: int) -> tuple[fl
     with suppress(TypeError, ValueError, OverflowError):
         factors = tuple(map(float, weights))
     if not (factors and all(abs(factor) <= _LARGEST for factor in factors) and any(factors)):
-        problem = "are not all finite in float32, or are all zero; give other numbers"
-    elif len(factors) != checkpoints:
-        problem = f"are {len(factors)} for {counted(checkpoints, 'checkpoint')}; give one for each"
-    else:
-        return factors
-    raise CheckpointError(f"weights {shown(weights)} {problem}")
+        raise CheckpointError(
+            f"weights {shown(weights)} are not all finite in float32, or are all zero; give other "
+            "numbers"
+        )
+    if len(factors) != checkpoints:
+        raise CheckpointError(
+            f"weights {shown(weights)} are {len(factors)} for "
+            f"{counted(checkpoints, 'checkpoint')}; give one for each"
+        )
+    return factors
 
 
 def summed_source(
@@ -74,10 +78,10 @@ def summed_source(
     choice: Choice,
     take_first: Patterns,
 ) -> tuple[Catalog, Choice]:
-    """Return the weighted sum of checkpoints, and the options left to apply.
+    """Return the weighted sum of checkpoints, and the options not yet applied.
 
-    Each is dequantized and mapped as requested. A name map is not applied to a checkpoint that has
-    the names of the target already.
+    Each checkpoint is first dequantized and renamed. A name map is not applied to a checkpoint that
+    already has the names of the target.
 
     Raises
     ------
@@ -101,7 +105,7 @@ def summed_source(
             raise CheckpointError(
                 f"pattern {pattern!r} of ",
                 Argument("take_first"),
-                f" matches nothing of {first.directory}; leave it out",
+                f" matches nothing of {first.directory}; omit it",
             )
     summed, equal = {}, []
     why = quantized_in(first).why
@@ -151,7 +155,7 @@ def _same_names(
 
 
 def _checked(source: Catalog, name: str) -> Outline[Any]:
-    """Return a tensor's outline; raises CheckpointError if its boxes do not tile it."""
+    """Return shape, dtype and boxes of a tensor; raises CheckpointError if boxes do not tile it."""
     outline = source.outline(name)
     try:
         check_tiling(outline)
@@ -163,7 +167,7 @@ def _checked(source: Catalog, name: str) -> Outline[Any]:
 def _sum_dtype(
     sources: Sequence[Catalog], outlines: Sequence[Outline[Any]], target: str | None
 ) -> str:
-    """Return the dtype of a sum: the common one, or a wide one if it is cast afterwards."""
+    """Return the dtype of a sum: that of all addends, or a wide one if the sum is cast later."""
     first = outlines[0]
     for source, outline in zip(sources[1:], outlines[1:], strict=True):
         if outline.shape != first.shape:
@@ -213,7 +217,7 @@ def _require_equal(
 
 
 def _check_model_types(sources: Sequence[Catalog]) -> None:
-    """Raise CheckpointError if the configs beside checkpoints are of different model types."""
+    """Raise CheckpointError if the configs beside the checkpoints have different model types."""
     types = {source: (config_beside(source) or {}).get("model_type") for source in sources}
     known = [(source, text) for source, text in types.items() if isinstance(text, str)]
     for source, text in known[1:]:
@@ -225,7 +229,7 @@ def _check_model_types(sources: Sequence[Catalog]) -> None:
 
 
 class SummedCatalog(Assembled):
-    """Selected tensors of the first checkpoint, and weighted sums of those of all."""
+    """A checkpoint whose tensors are weighted sums, but for some taken from the first."""
 
     def __init__(self, sources: Sequence[Catalog], names: Sequence[str], choice: Choice) -> None:
         first = sources[0]

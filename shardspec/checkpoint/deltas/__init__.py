@@ -1,1 +1,1 @@
-"""Writes and applies deltas between checkpoints."""
+"""Writes and applies deltas: files with the changes from one checkpoint to the next."""

@@ -1,4 +1,4 @@
-"""Reads chains of deltas, and computes the tensors of a checkpoint with the chain applied."""
+"""Reads a checkpoint with deltas applied: version 0 plus deltas 0→1 and 1→2 gives version 2."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ def read_delta(place: StoragePath) -> _Delta:
     about = checked(content.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")
     if encoding is None:
-        raise CheckpointError(f"{place}: is a full checkpoint, not a delta; name it as the base")
+        raise CheckpointError(f"{place}: is a full checkpoint, not a delta; give it as the base")
     for key, read in (("delta_encoding", ("xor", "overwrite")), ("compression_format", ("zstd",))):
         if about.get(key) not in read:
             raise CheckpointError(
@@ -115,12 +115,12 @@ def _version(value: object, index: StoragePath) -> str:
 
 
 def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
-    """Return a checkpoint with a chain of deltas applied; the data is checked while it is read.
+    """Return a checkpoint with a chain of deltas applied; checksums are compared during reading.
 
     Raises CheckpointError if the deltas do not form a chain, or are for another checkpoint.
     """
     if isinstance(deltas, str | PurePath):
-        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of paths, in order")
+        raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of paths in order")
     chain = [read_delta(storage_path(place)) for place in deltas]
     if not chain:
         return base
@@ -201,9 +201,9 @@ class DeltaCatalog(ComputedCatalog):
         return self.base.origin(name), self._patches.get(name)
 
     def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
-        """Compare the digest of the written tensors with that in the last delta.
+        """Compare the digest of all written tensors with the digest in the last delta.
 
-        A changed tensor whose checksum matched has the digest in its delta.
+        Changed tensors whose checksum matched count with the digest that their delta has.
         """
         last = self._chain[-1]
         if last.digest is None:
@@ -220,7 +220,7 @@ class DeltaCatalog(ComputedCatalog):
 
 
 class _Stream:
-    """Stream of a tensor's bytes with deltas applied; reading an earlier byte restarts it."""
+    """Reads a tensor's bytes with deltas applied, in order; an earlier byte restarts from 0."""
 
     def __init__(self, tensor: StoredTensor, patches: Sequence[Patch]) -> None:
         self._tensor, self._patches, self._lock = tensor, patches, Lock()
@@ -229,7 +229,7 @@ class _Stream:
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """Number of bytes to read, by file."""
+        """File -> number of bytes that are read from it."""
         sizes = bytes_in_files([self._tensor])
         for patch in self._patches:
             sizes[patch.path] = sizes.get(patch.path, 0) + patch.num_bytes

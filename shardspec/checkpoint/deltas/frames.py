@@ -1,6 +1,7 @@
-"""Applies deltas to tensors while these are read.
+"""Applies the changes in a delta to the bytes of a tensor while the tensor is read.
 
-The changes of a tensor are a zstd frame, decompressed block by block, so memory stays bounded.
+The changes of a tensor are one zstd frame. It is decompressed block by block, so memory stays
+bounded.
 """
 
 import zlib
@@ -29,7 +30,7 @@ _WINDOW_BYTES: Final = 1 << 27
 """Maximum memory that a frame may request."""
 
 _Change: TypeAlias = Callable[[NDArray[np.uint8], int], object]
-"""Function that applies one delta to a tensor; takes each block in order, and its start."""
+"""A function of a block of a tensor and its start that applies a delta; called in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Patch:
 
 
 class Hash(Protocol):
-    """A checksum that is computed piece by piece."""
+    """A checksum of bytes that arrive piece by piece."""
 
     def update(self, data: Any, /) -> None:  # noqa: ANN401
         """Add bytes."""
@@ -99,7 +100,7 @@ def extra(name: str) -> ModuleType:
 
 
 def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> int:
-    """Return the bytes of a frame after decompression; the entry must be exactly one frame."""
+    """Return the bytes of a frame after decompression; raises if the entry is not one frame."""
     zstandard = extra("zstandard")
     where = f"{file.path}: the frame of tensor {shown(name)}"
     head = file.read(start, min(_HEAD_BYTES, num_bytes))
@@ -110,7 +111,7 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
         raise CheckpointError(f"{where} is damaged: {error}; fetch the delta again") from None
     size: int = about.content_size
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise CheckpointError(f"{where} does not record its decompressed size; make it with one")
+        raise CheckpointError(f"{where} lacks its decompressed size; make the delta again")
     if about.window_size > _WINDOW_BYTES and about.window_size > size:
         raise CheckpointError(
             f"{where} has a window of {about.window_size} bytes, which is too large"
@@ -182,7 +183,7 @@ class Patching:
 
 
 class _Frame:
-    """The content of a frame, read in order."""
+    """Decompresses a frame from start to end."""
 
     def __init__(self, name: str, patch: Patch, files: OpenFiles) -> None:
         self._name, self._patch, self._files, self._at = name, patch, files, 0
@@ -191,7 +192,7 @@ class _Frame:
         self._reader: Any = decompressor.stream_reader(self, read_size=1 << 17)
 
     def read(self, size: int) -> bytes:
-        """Return the next compressed bytes; the decompressor calls it."""
+        """Return the next compressed bytes to the decompressor."""
         size = min(size, self._patch.num_bytes - self._at)
         start = self._patch.start + self._at
         self._at += size
@@ -228,7 +229,10 @@ class _Xor:
 
 
 class _Overwrite:
-    """Applies positions and values; the frame has all positions first, so two readers read it."""
+    """Applies the encoding "overwrite": a frame has all positions first, then all new values.
+
+    Two readers decompress the frame, one for the positions and one for the values.
+    """
 
     def __init__(self, tensor: StoredTensor, patch: Patch, files: OpenFiles) -> None:
         self._positions, self._values = (_Frame(tensor.name, patch, files) for _ in range(2))

@@ -1,10 +1,9 @@
-"""Writes deltas between checkpoints, in the file format of slime and ModelExpress.
+"""Writes the changes between two checkpoints, in the delta format of slime and ModelExpress.
 
-A delta is a directory with an index and a safetensors file. The metadata of the index has the old
-and the new version. The file has one entry per changed tensor: a zstd frame of the XOR of old and
-new bytes, or of the positions and values of the bytes that differ. The file's metadata has the
-checksums of the new tensors. The index also has digests of the base and of the new state; other
-tools ignore them.
+A delta is a directory with an index and a safetensors file. The index has the old and the new
+version. The file has a zstd frame per changed tensor: the XOR of old and new bytes, or positions
+and values of the bytes that differ. The file's metadata has checksums of the new tensors. The index
+also has digests of the base and of the new state, which other tools ignore.
 """
 
 import json
@@ -45,7 +44,7 @@ _LEVEL: Final = 1
 _WINDOW_LOG: Final = 17
 """Exponent of the window of 128 KiB, which fits the CPU's cache of writers and readers."""
 _MOST_POSITIONS: Final = 1 << 32
-"""Maximum bytes of a tensor whose positions fit 32 bits."""
+"""Maximum bytes of a tensor, since positions in it have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +88,14 @@ def delta(
     Parameters
     ----------
     base, new
-        Checkpoints in any formats and shardings, or state dicts whose tensors are in this process.
-        Keep a copy of the state published last.
+        Checkpoints of any format and sharding, or state dicts with all shards in this process. Keep
+        a copy of the last published state, to compare with.
     output
         The directory to write, such as ``weight_v000001``.
     version, base_version
         Numbers of the new state and of the base; `base_version` is ``version - 1`` by default.
     names
-        Converts tensors of `new` to the names of the base, as for `merge`.
+        Renames the tensors of `new` as in the base; see `merge`.
     encoding
         ``"xor"``, or ``"overwrite"``: positions and values, which may be applied twice.
     checksum
@@ -109,8 +108,8 @@ def delta(
     Raises
     ------
     CheckpointError
-        If names, dtypes or shapes differ, an overwrite would be larger than the tensor, or either
-        checkpoint is damaged. Nothing is written then.
+        If names, dtypes or shapes differ, a checkpoint is damaged, or the encoding ``"overwrite"``
+        would be larger than the tensor. Nothing is written then.
 
     Examples
     --------
@@ -238,7 +237,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that both checkpoints have equal names, dtypes and shapes, and nothing is pending."""
+    """Check that names, dtypes and shapes of two checkpoints are equal; finish reductions first."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -292,7 +291,7 @@ class _Writer:
         )
 
     def write(self, write: WriteAt) -> None:
-        """Write the frames of changed tensors, then the header into the room reserved for it."""
+        """Write the frames of changed tensors, then the header in the space left before them."""
         room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.changed)
         room += -room % 8
         entries, checksums = {}, {}
@@ -319,7 +318,7 @@ class _Writer:
         yield packer.flush()
 
     def _blocks(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the bytes of a tensor in both checkpoints by block, each valid until the next."""
+        """Yield (old, new) blocks of a tensor's bytes; the next block reuses their memory."""
         readers = [
             read_whole(side.tensor(name), self.files, buffers)
             for side, buffers in zip(self.sides, self.buffers, strict=True)
@@ -328,7 +327,7 @@ class _Writer:
             yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
     def _same(self, name: str) -> bool:
-        """Return True if a tensor is equal in both checkpoints; if so, record the digest."""
+        """Return True if a tensor is equal in both checkpoints; then record its digest."""
         outline, at = self.sides[0].outline(name), 0
         value = TensorDigest(outline.dtype, outline.shape)
         for old, now in self._blocks(name):
@@ -342,7 +341,7 @@ class _Writer:
         return True
 
     def _digested(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the blocks of a changed tensor; compute the digests of both checkpoints too."""
+        """Yield (old, new) blocks of a changed tensor, and digest both on the way."""
         outline, at = self.sides[0].outline(name), 0
         values = [TensorDigest(outline.dtype, outline.shape) for _ in self.sides]
         for pair in self._blocks(name):
@@ -355,7 +354,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return the content of a frame: number of bytes, and a function that yields the bytes."""
+        """Return the number of bytes in a frame, and a function that yields the bytes."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:

@@ -73,7 +73,7 @@ _WEIGHT: Final = ""
 
 
 class _FlatPiece(NamedTuple):
-    """One rank's flat tensor; `span` is its range in all ranks' flat tensors, end to end."""
+    """One rank's flat tensor; `span` is its range in the concatenation over all ranks."""
 
     rank: int
     path: StoragePath
@@ -82,11 +82,11 @@ class _FlatPiece(NamedTuple):
 
 
 _ZeroLines: TypeAlias = dict[int, list[_FlatPiece]]
-"""Group, or with stage 3 rank -> consecutive flat tensors."""
+"""Number of the group (in stage 3, of the rank) -> consecutive flat tensors."""
 
 
 class _Parameter(NamedTuple):
-    """A parameter; `span` is its range in all ranks' flat tensors, end to end."""
+    """A parameter; `span` is its range in the concatenation of all ranks' flat tensors."""
 
     name: str
     shape: tuple[int, ...]

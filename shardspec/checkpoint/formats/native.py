@@ -63,7 +63,7 @@ _BOX: Final = re.compile(
 )
 """Matches a box as `info_lines` writes it."""
 _ENTRY_BYTES: Final = 140
-"""Memory of a box; its sides, which equal boxes share, take some 300 bytes and 100 a number."""
+"""Memory of a box without its intervals, which equal boxes share."""
 _MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
 _TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
 _FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
@@ -460,7 +460,7 @@ def sharded_target(
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
-    """Return what `sharding_info.json` says of a file: its boxes with their digests, by name."""
+    """Return the entry of a file in `sharding_info.json`: its boxes with their digests, by name."""
     boxes = [
         BoxEntry(extent.tensor.name, extent.box, (), crc)
         for extent, crc in zip(file.extents, crcs, strict=True)

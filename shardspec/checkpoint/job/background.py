@@ -161,7 +161,7 @@ class BackgroundCommunicator(Communicator):
         return {device: pickle.loads(row[:size].tobytes()) for device, row, size in pairs}
 
     def _all(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Gather a tensor from every rank; return them stacked, in the order of ranks."""
+        """Gather a tensor from every rank; return all of them stacked in the order of ranks."""
         import torch
 
         out = [torch.empty_like(value) for _ in self._ids]
@@ -175,9 +175,9 @@ class BackgroundCommunicator(Communicator):
         return torch.stack(out)
 
     def run(self, *_: object, **__: object) -> Never:
-        """Raise an error: only the main thread moves tensors."""
+        """Raise an error, since only the main thread moves tensors."""
         raise AssertionError("a save moves no tensors")
 
     def on(self, mesh: DeviceMesh) -> Never:  # noqa: ARG002
-        """Raise an error: other meshes are not supported."""
+        """Raise an error, since a save uses one mesh."""
         raise AssertionError("a save has one mesh")

@@ -1,7 +1,7 @@
-"""Loads checkpoints: executes a plan whose source boxes are read from files.
+"""Loads a checkpoint into DTensors on any mesh; every rank reads the shards of its own devices.
 
-Every rank reads the shards of its own devices, and casts where the plan requires it. If a box has
-replicas in several files, all ranks read the first one, so differing replicas are not mixed.
+Shards are cast if requested. If a box has replicas in several files, all ranks read the first, so
+replicas that differ are not mixed.
 """
 
 from collections.abc import Mapping
@@ -68,10 +68,10 @@ def load_sharded(
         numbers. If the checkpoint does not record its spec, the tensor is replicated; without any
         rules that is an error.
     into
-        A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
-        mesh and rules; DTensors, also torch's, get their shards. Each must have the saved shape and
-        dtype. Other tensors of the checkpoint are not read. A rank without shards passes ``{}``, or
-        does not call this.
+        A state dict whose tensors are filled in place, instead of a mesh and rules; see
+        `save_sharded`. DTensors, also torch's, get their shards. Each tensor must have the saved
+        shape and dtype; other tensors of the checkpoint are not read. A rank without shards passes
+        ``{}``, or does not call this.
     names
         Converts the saved tensors to those of another model: a `NameMap`, a list of maps to apply
         in order, or new names. It must use every tensor. `rename`, rules and `into` match the names
@@ -177,7 +177,7 @@ class Reading(NamedTuple):
     shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
     """Shards to fill; None to make new DTensors."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
-    """Keys of every entry in the nested result."""
+    """Name -> keys of the entry in the nested result."""
     values: Mapping[str, object] = MappingProxyType({})
     """Entries of the result other than tensors to read."""
 
@@ -285,7 +285,7 @@ def _plan_into(
 def read_shards(
     plan: Reading, communicator: Communicator, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return the tensors of a plan; reads the shards of this process into old or new tensors."""
+    """Read the shards of this process, into given tensors or new ones; return all tensors."""
     import torch
 
     from shardspec.tensor.dtensor import DTensor

@@ -1,4 +1,4 @@
-"""Plans how devices read a checkpoint, runs such plans, and exports the copies for other tools."""
+"""Plans which device reads which bytes of a checkpoint; runs such plans or exports them."""
 
 import io
 import json
@@ -48,16 +48,17 @@ if TYPE_CHECKING:
     import torch
 
 
-NO_COPY: Final = "this plan quantizes, which no copy of bytes does; quantize before, and plan that"
+NO_COPY: Final = "this plan quantizes, so it is more than byte copies; quantize first, then plan"
 
 
 def stored_layouts(
     place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
-    """Return the layouts of tensors over the files of a checkpoint, and file names by number.
+    """Return for each tensor which files have which boxes, and the file names by number.
 
-    A plan treats files as devices, numbered from `first` on, after all device ids; ``/dev/zero`` is
-    one of them if a map pads tensors. Raises LayoutError if a reduction is pending.
+    A plan treats files as devices, whose ids start at `first`, after the ids of all devices.
+    ``/dev/zero`` is one of the files if a map pads tensors. Raises LayoutError if a reduction is
+    pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
@@ -76,7 +77,7 @@ def stored_layouts(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReader:
-    """Executes plans whose source is a checkpoint: each device reads its shards."""
+    """Runs plans whose source is a checkpoint: each device reads its shards."""
 
     checkpoint: StoragePath
     names: Mapping[str, str] | NameMap | None = field(compare=False)
@@ -108,10 +109,7 @@ class CheckpointReader:
                 continue
             with chosen.telling():
                 if state:
-                    raise LayoutError(
-                        f"a plan that {self} takes no tensors; pass an empty state dict: "
-                        f"plan.run({{}})"
-                    )
+                    raise LayoutError(f"a plan that {self} takes no tensors; call plan.run({{}})")
                 into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
                 check_same(chosen, facts, "make the same plan on every rank")
@@ -177,7 +175,7 @@ class CheckpointReader:
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
-    """Raise LayoutError if tensors to fill partially share memory; tied tensors share all of it."""
+    """Raise LayoutError if tensors to fill share a part of their memory; tied ones share all."""
     from shardspec.resharding.inputs import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
@@ -203,7 +201,7 @@ class StoredPlan(NamedTuple):
     """Checkpoint of the plan's tensors."""
     plan: ReshardPlan
     names: Mapping[str, str] | NameMap | None
-    """The last name map, if any; `source` already has the earlier ones applied."""
+    """The last name map, if any; earlier maps are already applied to `source`."""
     files: dict[int, str]
     """File names by number."""
 
@@ -269,14 +267,14 @@ INDEX: Final = "transfers.json"
 
 
 def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
-    """Return the files of a checkpoint, numbered from `first` on, after the ids of all devices."""
+    """Return a number for each file of a checkpoint, from `first` on, above all device ids."""
     outlines = (catalog.outline(name) for name in catalog.names)
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
     return {path: first + at for at, path in enumerate(paths)}
 
 
 def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
-    """Return the file positions of each tensor's boxes; files are numbered from `first` on."""
+    """Return the places of each tensor's boxes in files, which are numbered from `first` on."""
     numbers = file_numbers(catalog, first)
     regions = {}
     for name in catalog.names:
@@ -307,9 +305,9 @@ def write_transfers(
 ) -> None:
     """Write the transfers and the shard shapes of every device of a plan to a directory.
 
-    It writes one ``.npz`` per device, and an index of names, dtypes and shapes. `files` has the
-    positions of tensors in files, `names` the file names. Raises CheckpointError if the directory
-    is not empty.
+    Each device gets an ``.npz`` file; an index has names, dtypes and shapes. `files` has the places
+    of tensors in files, and `names` the file names. Raises CheckpointError if the directory is not
+    empty.
     """
     devices = [device for device in plan.devices if device not in plan.files]
     rows = transfer_rows(plan, devices[0], "both", files=files)  # refuses plans before writing

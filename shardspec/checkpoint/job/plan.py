@@ -1,4 +1,4 @@
-"""Plans the resharding of state dicts, from memory or from a checkpoint."""
+"""Plans the resharding of state dicts in memory or in a checkpoint: `plan_reshard`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -36,14 +36,14 @@ def plan_reshard(
         that no pattern matches are replicated. The mesh may be the same, grown, shrunk, permuted,
         disjoint or overlapping.
     names
-        Name in the source to name in the target, for those that differ; or a `NameMap`, which
-        also fuses, splits, stacks, transposes and pads, several in order, or `model_names`.
+        Name in the source to name in the target, for names that differ; or `model_names`; or a
+        `NameMap`, or several in order, which also fuse, split, stack, transpose and pad.
     dtype
         New dtype of floating-point tensors, if `target` is a mesh and rules; quantized weights of a
-        checkpoint are dequantized to it. With ``"fp8-128x128"``, weights of linear layers, by their
-        names, become codes of float8_e4m3fn and scales. The sender quantizes them if its cuts are
-        at block boundaries, else the receiver. Those of a checkpoint are quantized while reading,
-        to the bytes that `merge` writes with ``quantize=``.
+        checkpoint are dequantized to it. With ``"fp8-128x128"``, weights of linear layers (by their
+        names) become codes of float8_e4m3fn and scales. The sender quantizes if its shards do not
+        split blocks, else the receiver. From a checkpoint, codes are equal to those that `merge`
+        writes with ``quantize=``.
     max_bytes
         Maximum bytes of send buffers, and of receive buffers, on each device; 256 MiB by
         default.

@@ -246,7 +246,7 @@ def _check_free(path: StoragePath) -> None:
     """Raise OutputExistsError if a directory contains a finished save."""
     if (path / INFO_NAME).taken():
         raise OutputExistsError(
-            f"{path}: holds a finished save; choose another directory, or replace it with ",
+            f"{path}: contains a finished save; choose another directory, or replace it with ",
             Argument("overwrite", value=True),
         )
 
@@ -254,7 +254,7 @@ def _check_free(path: StoragePath) -> None:
 def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
     """Create and lock the directory, unless it contains a save that must be kept.
 
-    Returns True if a lock excludes other saves; object stores and some file systems have none.
+    Returns True if it is locked; object stores and some file systems have no locks.
     """
     path.make_directory()
     locked = lock.enter_context(path.locked())
@@ -299,7 +299,7 @@ def _write_shards(
 
 
 def _shown(progress: Progress | None, total: int) -> Callable[[Pieces], Pieces]:
-    """Return a function that passes pieces of files on, and reports their bytes to `progress`."""
+    """Return a function that yields pieces unchanged and reports their bytes to `progress`."""
     done = 0
 
     def passed_on(pieces: Pieces) -> Pieces:
@@ -361,7 +361,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
 
 
 def _is_published(path: StoragePath, save: str) -> bool:
-    """Return True if a save has its info; also if that cannot be read, so that no file is lost."""
+    """Return True if `sharding_info.json` is of this save, or cannot be read."""
     if not (path / INFO_NAME).taken():
         return False
     try:
@@ -371,7 +371,7 @@ def _is_published(path: StoragePath, save: str) -> bool:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of older saves that `sharding_info.json` does not list, by names and headers."""
+    """Yield files of older saves that `sharding_info.json` no longer lists, found by header."""
     for name in names:
         if is_temporary(name):
             yield name
@@ -390,7 +390,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
 
 
 def _remove(path: StoragePath, names: Iterable[str]) -> None:
-    """Remove files of older or failed saves; one that cannot be removed only takes space."""
+    """Remove files of older or failed saves; ignore errors, since such files only take space."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

@@ -1,4 +1,4 @@
-"""Detects, checks, dequantizes and quantizes the weights of checkpoints."""
+"""Detects quantized weights in checkpoints, and quantizes or dequantizes weights."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from shardspec.resharding.name_map import Names
 
 
 def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
-    """Return a checkpoint, dequantized and mapped as requested, and the options left to apply."""
+    """Dequantize and rename the tensors of a checkpoint; return the remaining options too."""
     if choice.dtype is not None:
         source = with_numbers(source, choice.dtype, choice, config_of(source, names))
         names = names.with_dtype(choice.dtype) if isinstance(names, CatalogNaming) else names
@@ -21,7 +21,7 @@ def with_numbers(
     choice: Choice | None = None,
     config: Mapping[str, object] | None = None,
 ) -> Catalog:
-    """Return a checkpoint with numbers in place of codes, if a dtype is requested."""
+    """Return a checkpoint whose quantized weights are dequantized, if a dtype is requested."""
     if dtype is None:
         return source
     # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.

@@ -28,7 +28,7 @@ def quantized_in(source: Catalog) -> Quantized:
 
 
 def origins(source: Catalog, names: Iterable[str]) -> set[str]:
-    """Return the names of the stored tensors that tensors of a mapped checkpoint are made from."""
+    """Return the names of the stored tensors from which a map makes the named tensors."""
     if not isinstance(source, MappedCatalog):
         return {*names}
     equations = (equation for name in names for equation in source.equations(name))
@@ -36,7 +36,7 @@ def origins(source: Catalog, names: Iterable[str]) -> set[str]:
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
-    """Refuse to cast a selection that contains quantized tensors."""
+    """Raise DTypeError if a cast would include quantized tensors."""
     refuse_codes(dtype)
     why = quantized_in(source).why
     for name in names if why else ():
@@ -45,7 +45,7 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
 
 
 def refuse_codes(dtype: str) -> None:
-    """Refuse a cast to a dtype of codes: a cast computes no scales."""
+    """Raise DTypeError for a cast to a dtype of codes such as FP8, since a cast has no scales."""
     if dtype.startswith(("float8", "float4")):
         raise DTypeError(
             f"a cast to {dtype} would write codes without scales; quantize with ",
@@ -64,7 +64,7 @@ def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remed
 
 
 def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
-    """Refuse to quantize again; `why` maps each quantized tensor to the evidence."""
+    """Raise QuantizedError if a tensor is quantized already; `why` has the evidence by name."""
     for name in sorted(why.keys() & {*names}):
         raise QuantizedError(f"tensor {name!r} is quantized already ({why[name]}); ", *remedy)
 
@@ -72,9 +72,9 @@ def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: Text
 def check_blocks(
     source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
-    """Refuse layouts that split blocks of codes, or shard scales differently from codes.
+    """Raise LayoutError for layouts that split blocks of codes, or shard scales differently.
 
-    Codes that a map changes may not be cut at all, unless it only renames them.
+    If a map does more than rename codes, these may not be split at all.
     """
     blocks = (quantized or quantized_in(source)).blocks
     renamed = {_origin(source, name): layout for name, layout in layouts.items()} if blocks else {}
@@ -87,7 +87,7 @@ def check_blocks(
 
 
 def _origin(source: Catalog, name: str) -> str:
-    """Return the stored name of a tensor; empty if a map computes it."""
+    """Return the name under which a tensor is stored; "" if a map computes it from others."""
     while isinstance(source, MappedCatalog):
         (equation, *more) = source.equations(name)
         if more or equation.view.source != equation.view.target:
@@ -134,7 +134,7 @@ def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
 
 @lru_cache(1024)
 def _same_cuts(layout: Layout, scales: Layout, sides: Shape) -> bool:
-    """Return True if every scale is on the devices of its codes, or on all devices."""
+    """Return True if every device that has codes also has their scales."""
     dims = len(sides) if len(scales.global_shape) == len(sides) else 0
     for dim in range(dims):
         if scales.spec.dim_specs[dim].axes and scales.global_shape[dim] > 1:
@@ -152,7 +152,7 @@ def _non_empty(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
-    """Return the layout of scales that follows from the layout of codes; None if it splits blocks.
+    """Return the layout of scales that matches the layout of codes; None if it splits blocks.
 
     `sides` are the sizes of a block along the last dims.
 
@@ -185,7 +185,7 @@ def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout 
 def check_stored_plan(
     source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
 ) -> None:
-    """Refuse a plan that reads a checkpoint and would corrupt quantized tensors."""
+    """Raise an error if a plan that reads a checkpoint would corrupt quantized tensors."""
     if dtype is not None:
         refuse_codes(dtype_name(dtype))
     quantized = quantized_in(source)
@@ -197,7 +197,7 @@ def check_stored_plan(
 
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
-    """Refuse a plan between layouts in memory that would corrupt quantized tensors."""
+    """Raise an error if a plan between layouts in memory would corrupt quantized tensors."""
     if dtype is not None:
         refuse_codes(dtype_name(dtype))
     moves = {move.source_name: move for move in plan.moves}
@@ -214,7 +214,7 @@ def check_plan(plan: ReshardPlan, dtype: object) -> None:
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
-    """Refuse a plan that casts quantized tensors, by `dtype` or by the dtype of a target."""
+    """Raise DTypeError if a plan casts quantized tensors, by `dtype` or the target's dtype."""
     for move in plan.moves:
         after = move.target.dtype
         if dtype is not None or move.source.dtype != after:

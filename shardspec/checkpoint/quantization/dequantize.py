@@ -1,4 +1,4 @@
-"""Dequantizes the weights of a checkpoint as they are read."""
+"""Dequantizes the weights of a checkpoint while they are read, block by block."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -50,7 +50,7 @@ _EIGHT: Final = np.uint16(8)
 
 
 def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
-    """Return numbers in a dtype, rounded once."""
+    """Return float32 numbers rounded to a dtype."""
     with np.errstate(all="ignore"):
         return narrow(np.ascontiguousarray(values), dtype).view(f"u{item_bytes(dtype)}")
 
@@ -63,7 +63,7 @@ def _values(dtype: str) -> NDArray[np.float32]:
 
 
 def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
-    """Return scales of microscaling formats, powers of two or NaN.
+    """Return the scales that 8-bit exponents of microscaling formats stand for.
 
     >>> powers_of_two(np.array([126, 127, 128], np.uint8)).tolist()
     [0.5, 1.0, 2.0]
@@ -73,9 +73,9 @@ def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
 
 @cache
 def _products(dtype: str, four: bool) -> RawNumbers:
-    """Return the table of scale times code of a microscaling format.
+    """Return the table of all products of a scale and a code in a microscaling format.
 
-    Two 4-bit codes are one index, and their numbers one element, the lower bits first.
+    A byte with two 4-bit codes is one index; its entry is both numbers, the lower bits first.
     """
     every = np.arange(256, dtype=np.uint8)
     values = _values("float8_e4m3fn")
@@ -87,7 +87,7 @@ def _products(dtype: str, four: bool) -> RawNumbers:
 
 
 def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> None:
-    """Fill `out`, a matrix, with entries of a table; an entry may be two numbers."""
+    """Fill the matrix `out` with entries of a table; an entry may be two numbers."""
     if out.flags.c_contiguous:
         table.take(index.reshape(-1), out=out.reshape(-1).view(table.dtype), mode="clip")
     else:
@@ -95,7 +95,7 @@ def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> N
 
 
 def from_mx(codes: Bytes, scales: Bytes, out: RawNumbers, dtype: str, *, four: bool) -> None:
-    """Fill `out`, a matrix, with the numbers of codes of a microscaling format."""
+    """Dequantize codes of a microscaling format into the matrix `out`."""
     table = _products(dtype, four)
     for rows in strips(*out.shape):
         high = scales[rows].reshape(-1, 1).astype(np.uint16) << _EIGHT
@@ -112,7 +112,7 @@ def from_scaled(
     out: RawNumbers,
     dtypes: tuple[str, str],
 ) -> None:
-    """Fill `out` with the dequantized part of a matrix that begins at a row and a column.
+    """Dequantize the part of a matrix that begins at a row and a column into `out`.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def from_scaled(
 
 
 class _Numbers(ComputedMatrices):
-    """Dequantized numbers of one weight."""
+    """A weight whose numbers are computed from its codes and scales when they are read."""
 
     def __init__(
         self, name: str, weight: Coded, tensors: tuple[StoredTensor, StoredTensor], dtype: str,
@@ -253,10 +253,10 @@ def dequantized(
     choice: Choice | None = None,
     config: Mapping[str, object] | None = None,
 ) -> Catalog:
-    """Return a checkpoint with dequantized weights, if a floating point `dtype` is requested.
+    """Return a checkpoint with dequantized weights, if `dtype` is a floating point dtype.
 
-    Codes of unsupported schemes stay unchanged. Block sizes are read from the config beside the
-    checkpoint, or from `config`.
+    Codes of unsupported schemes stay unchanged. Block sizes are read from `config`, by default the
+    one beside the checkpoint.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Computes tensors from other tensors while they are read, part by part.
+"""Computes tensors, such as dequantized weights, from stored tensors while they are read.
 
-Readers treat computed tensors like stored ones. Results are cached, since a computed part is larger
-than a part that is read.
+Readers treat computed tensors like stored ones. Tensors are computed in parts. Results are cached,
+because a reader may request less than a part.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ _MOST_BYTES: Final = 256 << 10
 
 
 class Recent:
-    """Cache of the most recently used results, of bounded size; all threads share it."""
+    """Cache of limited size for the most recently used results; all threads share it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -63,7 +63,7 @@ class Recent:
 
 
 class Source:
-    """Reads ranges of rows of a tensor, seen as stacked matrices over the last two dims."""
+    """Reads rows of a tensor, which is treated as a stack of matrices over its last two dims."""
 
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
@@ -72,7 +72,7 @@ class Source:
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
-        """Return a range of rows, and optionally of columns, of a matrix as unsigned integers."""
+        """Return rows `lo` to `hi` of one matrix, as unsigned integers with the same bits."""
         shape = self.tensor.shape
         lead = np.unravel_index(matrix, shape[: self._dims]) if self._dims > 0 else ()
         inner = columns or tuple((0, size) for size in shape[self._dims + 1 :])
@@ -80,7 +80,7 @@ class Source:
         return self.read(box).reshape(hi - lo, -1)
 
     def read(self, box: Box) -> NDArray[Any]:
-        """Return the numbers of a box as unsigned integers."""
+        """Return the elements of a box, as unsigned integers of the same bits."""
         sides = [hi - lo for lo, hi in box]
         values = np.empty(sides, bits_type(item_bytes(self.tensor.dtype)))
         room = values.reshape(-1).view(np.uint8).data
@@ -109,7 +109,7 @@ def as_matrices(tensor: StoredTensor) -> StoredTensor:
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
-    """Return file -> number of bytes of these tensors in the file."""
+    """Return, for each file, the bytes to read from it to get these tensors."""
     sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
@@ -191,7 +191,7 @@ class ComputedMatrices(ABC):
 
 
 class Recast(ComputedMatrices):
-    """A tensor in another floating point dtype, with its pending reductions finished."""
+    """A stored tensor cast to another floating point dtype, with pending reductions finished."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Recast(ComputedMatrices):
     def parts(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield (range of rows, numbers) of the part of a matrix from a row and a column on."""
+        """Yield (rows, numbers) of the part of a matrix that begins at a row and a column."""
         raw = self._source.rows(matrix, row, row + shape[0], ((column, column + shape[1]),))
         for rows in strips(*shape):
             made = numbers(raw[rows].reshape(-1).view(np.uint8), self._source.tensor.dtype)
@@ -258,7 +258,7 @@ class ComputedCatalog(DerivedCatalog):
         made: ComputedMatrices,
         strides: tuple[int, ...] | None = None,
     ) -> StoredTensor:
-        """Return a tensor that `made` computes; most of the bytes it needs come from `source`."""
+        """Return a tensor that `made` computes, mostly from the bytes of `source`."""
         if 0 in shape:
             return StoredTensor(name, shape, dtype, spec, (), ())
         first = source.boxes[0]
@@ -274,7 +274,7 @@ class ComputedCatalog(DerivedCatalog):
         return super().outline(name) if name in self._made else self.base.outline(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors at the same file positions."""
+        """Return a key that is equal for tensors stored at the same place in a file."""
         return super().origin(name) if name in self._made else self.base.origin(name)
 
     def copies_agree(self, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Detects quantized tensors, and the block boundaries where their codes may be cut.
+"""Detects the quantized tensors of a checkpoint, and where their codes may be split.
 
-Tensors are recognized by the names of scales and zero points beside narrow codes, by dtypes that
-are used only for codes, and by configs. Codes of the schemes in `schemes` are cut between blocks;
-those of other schemes are not cut.
+A tensor is quantized if its name fits and scales or zero points are beside it, if its dtype is used
+only for codes, or if the config says so. Codes of the schemes in `schemes` may be split between
+blocks; codes of other schemes may not be split.
 """
 
 import re
@@ -40,7 +40,7 @@ _COMPANION: Final = re.compile(
 _ENOUGH: Final = re.compile(
     r"weight_.*|.*scale_inv|.*absmax\d?|.*quant_map|quant_state.*|qmap\d|SCB|qzeros"
 )
-"""Kinds of scales identified by name alone; others need 8-bit codes or similar beside them."""
+"""Kinds of scales that are known by name alone; other kinds need codes beside them."""
 _OF_COMPUTED: Final = re.compile(
     r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|scaling_factor|zero_point)"
 )
@@ -48,12 +48,12 @@ _OF_COMPUTED: Final = re.compile(
 
 
 class Blocks(NamedTuple):
-    """Block sizes of codes, between which a dim may be split."""
+    """Block sizes of quantized codes; shards may begin only at multiples of them."""
 
     sides: Shape
-    """Block size per dim: codes may be split at multiples of it."""
+    """Block size of each dim."""
     scales: str = ""
-    """Name of the tensor with one number per block or row; empty if none must be sharded."""
+    """Name of the tensor of scales to shard like the codes; empty if there is none."""
 
 
 class Quantized(NamedTuple):
@@ -62,7 +62,7 @@ class Quantized(NamedTuple):
     why: Mapping[str, str]
     """Quantized tensor -> evidence, such as ``'w_scale_inv' goes with it``."""
     blocks: Mapping[str, Blocks]
-    """Tensors that may be cut only at block boundaries."""
+    """Tensors that may be split only between blocks."""
 
 
 def find_quantized(
@@ -110,7 +110,7 @@ def find_quantized(
 
 
 def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
-    """Return the tensors whose names show that they are quantized, and the evidence."""
+    """Map each tensor whose name shows that it is quantized to the evidence."""
     homes: dict[str, list[str]] = {}
     for name, (shape, dtype) in tensors.items():
         if shape and _CODES_WITH_SCALES.fullmatch(dtype):
@@ -140,7 +140,7 @@ def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
 
 
 def _blocks(weight: Coded, shape: Shape) -> Blocks:
-    """Return the blocks of codes whose scheme is known."""
+    """Return the block sizes of a weight's codes, and the name of its scales."""
     lead = tuple(1 for _ in weight.lead)
     if weight.scheme.codes == "_blocks":
         return Blocks((*lead, 1, 1, shape[-1]))

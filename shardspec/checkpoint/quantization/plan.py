@@ -1,4 +1,7 @@
-"""Plans resharding that quantizes: before sending if shards start at block borders, else after."""
+"""Plans resharding that also quantizes to FP8: before sending if shards do not split blocks.
+
+Otherwise the receivers quantize, if their shards do not split blocks.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +44,10 @@ _WEIGHTS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """Executes plans whose target has codes and scales for the weights of linear layers."""
+    """Runs a plan whose target has codes and scales instead of the weights of linear layers."""
 
     by_senders: tuple[tuple[str, Layout, Layout], ...]
-    """Source weights that are quantized before sending: names, layouts, and layouts of their
-    scales."""
+    """Source weights that are quantized before sending: (name, layout, layout of the scales)."""
 
     def __str__(self) -> str:
         return "quantizes weights"
@@ -111,7 +113,7 @@ def plan_quantized(
 ) -> ReshardPlan:
     """Plan resharding of a state dict, with the weights of linear layers in FP8 at the target.
 
-    Raises LayoutError if neither the source nor the target cuts a weight at block boundaries.
+    Raises LayoutError if source and target both split a weight inside blocks.
     """
     target, scale_layouts = _without_scales(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
@@ -173,7 +175,7 @@ def plan_quantized_load(
 ) -> ReshardPlan:
     """Plan a load of a checkpoint with the weights of linear layers in FP8.
 
-    Weights are quantized while reading, so target cuts need not match block boundaries.
+    Weights are quantized while they are read, so shards of the target may begin inside blocks.
     """
     from shardspec.checkpoint.quantization.quantize import with_codes
 
@@ -197,7 +199,7 @@ def plan_quantized_load(
 def _without_scales(
     target: ReshardTarget, source: Collection[str]
 ) -> tuple[ReshardTarget, dict[str, Layout]]:
-    """Return a target without the scales that the source lacks, and the layouts of these scales."""
+    """Remove scales that the source lacks from a target; return the rest, and their layouts."""
     if isinstance(target, tuple):
         return target, {}
     flat = flat_state(target)
@@ -207,7 +209,7 @@ def _without_scales(
 
 
 def _everywhere(weight: Layout, scales: Layout) -> Layout:
-    """Return a layout with all scales on every device, for a weight that is split inside blocks."""
+    """Return a layout that replicates the scales, for a weight that is split inside blocks."""
     shape = scales.global_shape
     return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 

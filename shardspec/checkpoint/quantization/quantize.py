@@ -1,4 +1,4 @@
-"""Quantizes the weights of a checkpoint as they are read."""
+"""Quantizes the weights of a checkpoint while they are read, as in ``quantize="mxfp8"``."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -53,7 +53,7 @@ _SKIPPED: Final = (
 )
 """Keys of configs that list unquantized layers."""
 _TILE: Final = 1 << 20
-"""Numbers quantized per step; more only if a single block is larger."""
+"""Numbers quantized at once; a block is always quantized at once."""
 _CODE_BYTES: Final = 16 << 20
 _SCALE_BYTES: Final = 8 << 20
 """Bytes of codes, and of scales, that are cached until they are read."""
@@ -95,11 +95,11 @@ def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
 def to_scaled(
     raw: RawNumbers, dtype: str, block: tuple[int, int], where: str
 ) -> tuple[Bytes, NDArray[np.float32]]:
-    """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
+    """Quantize blocks of a matrix in bfloat16 or float32; return float8_e4m3fn codes and scales.
 
-    Numbers are multiplied by 448 · (1 / amax), both factors rounded as in transformers, and the
-    scale is the inverse of that. The scale is 1 if the block is all 0, or too small for a scale in
-    float32.
+    Numbers are multiplied by 448 · (1 / amax), both factors rounded as in transformers. The scale
+    is the inverse of that product; it is 1 for a block of zeros, or of numbers too small for a
+    scale in float32.
     """
     high, wide = block
     most = _amax(raw, dtype, block, where)
@@ -128,10 +128,10 @@ def _four_bit_codes() -> Bytes:
 
 
 def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Bytes, Bytes]:
-    """Return numbers of bfloat16 or float32 as codes of a microscaling format, and scales.
+    """Quantize numbers in bfloat16 or float32 to a microscaling format; return codes and scales.
 
-    The scale is 2 ** (floor(log2(amax)) - largest exponent of the codes). Numbers that are then too
-    large become the largest code.
+    The scale is 2 ** (floor(log2(amax)) - largest exponent of the codes). Numbers too large for
+    this scale become the largest code.
     """
     most = _amax(raw, dtype, (1, MX), where)
     exponents = (most.view(np.uint32) >> np.uint32(23)).astype(np.int16) - (2 if four else 8)
@@ -155,11 +155,11 @@ class Quantize(NamedTuple):
     kind: str
     include: Patterns | None = None
     in_files: bool = True
-    """False for weights in memory, whose reader takes stacked experts and blocks of any shape."""
+    """True if codes go to files, whose readers limit the shapes; False for weights in memory."""
 
 
 def quantize_of(kind: str | None, include: Patterns | None) -> Quantize | None:
-    """Return the options, if any; raises DTypeError for an unknown scheme.
+    """Return the options of quantization; None without a scheme, DTypeError if it is unknown.
 
     >>> quantize_of("mxfp8", None)
     Quantize(kind='mxfp8', include=None, in_files=True)
@@ -206,7 +206,7 @@ class _Quantizer:
         self.reads = bytes_in_files((tensor,))
 
     def tile(self, matrix: int, row: int, column: int, *, scales: bool) -> NDArray[Any]:
-        """Return the codes of the tile that begins at a row and a column, or its scales."""
+        """Return the codes, or the scales, of the tile that begins at a row and a column."""
         key = self.weight.source, matrix, row, column
         cached = self._caches[scales].get(key)
         if cached is not None:
@@ -265,7 +265,7 @@ class _CodesOrScales(ComputedMatrices):
 
 
 class QuantizedCatalog(ComputedCatalog):
-    """A checkpoint in which weights are codes and scales."""
+    """A checkpoint whose weights are replaced by codes and scales."""
 
     def __init__(
         self, base: Catalog, weights: Collection[_Weight], replaced: Collection[str],
@@ -303,7 +303,7 @@ class QuantizedCatalog(ComputedCatalog):
 def with_codes(
     source: Catalog, names: Names | None, choice: Choice | None, dropped: Collection[str] = ()
 ) -> QuantizedCatalog:
-    """Return a checkpoint under new names, with the weights of linear layers in FP8.
+    """Rename the tensors of a checkpoint, and quantize the weights of linear layers to FP8.
 
     Raises DTypeError if a selected tensor is already quantized.
     """
@@ -422,7 +422,7 @@ def _weights(
 
 
 def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
-    """Return the reason why no reader supports a quantized tensor, and a remedy; else empty."""
+    """Return the reason why no tool reads such a quantized tensor, and a remedy; "" if one does."""
     if gpt_oss and how.kind != "mxfp4":
         return f"is of gpt-oss, which transformers reads in mxfp4 but not in {how.kind}; give that"
     if len(shape) > 2 and not gpt_oss:

@@ -66,7 +66,7 @@ class Scheme(NamedTuple):
     """One way to quantize weights."""
 
     codes: str
-    """Suffix that the name of the codes adds to that of the weight."""
+    """Suffix of the codes' name: ``_packed`` if the weight is W and its codes are W_packed."""
     scales: str
     block: tuple[int, int]
     """Rows and columns that share a scale; 0 stands for all rows or columns."""
@@ -91,7 +91,7 @@ class Coded(NamedTuple):
     scales: str
     scheme: Scheme
     lead: Shape
-    """Sizes of the dims before those of the matrices."""
+    """Sizes of the dims before the last two, as of stacked experts."""
     rows: int
     columns: int
 
@@ -205,10 +205,10 @@ def _block(value: object) -> tuple[int, int] | None:
 def coded(
     name: str, tensors: Mapping[str, tuple[Shape, str]], schemes: Iterable[Scheme]
 ) -> tuple[str, Coded] | str | None:
-    """Return the name and description of the weight whose codes a tensor contains.
+    """Return (name of the weight, description) if the tensor `name` has the codes of a weight.
 
-    Returns an error text if its scales do not fit, or None if the tensor has no codes of a scheme
-    that can be dequantized. `tensors` maps names to shapes and dtypes.
+    Returns an error text if the scales do not fit the codes, and None if the tensor has no codes of
+    these schemes. `tensors` maps names to shapes and dtypes.
 
     >>> tensors = {"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")}
     >>> name, weight = coded("w", tensors, USUAL)
@@ -275,7 +275,7 @@ def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | Non
 
 
 def _fits(shape: Shape, weight: Coded) -> bool:
-    """Return True if scales have the shape of the grid, or an equivalent one that tools write."""
+    """Return True if scales have one number per block, in a shape that some tool writes."""
     lead, (rows, columns) = weight.lead, weight.grid
     forms = [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
     if weight.scheme.block == (1, 0) and not (lead and weight.rows == weight.columns):

@@ -33,7 +33,7 @@ _PIECE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A state dict with the layout and the addressable shards of each tensor."""
+    """A state dict with the layout of each tensor, and the shards in this process."""
 
     flat: FlatState
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
@@ -131,13 +131,13 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
         remedy = "save the plain tensors that it is made of"
     if remedy:
         raise CheckpointError(
-            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, no plain "
+            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, not a plain "
             f"dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
         )
 
 
 def _state_facts(described: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return subject -> text for each fact on which ranks must agree."""
+    """Return all on which ranks must agree, as in ``{"tensor 'w'": "[S0] of [8] float32"}``."""
     at = {name: f" at {path}" for name, path in described.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"

@@ -13,7 +13,7 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def storage_path(place: PurePath | str) -> StoragePath:
-    """Return a local path, or for a URL that of an object; raises CheckpointError if empty.
+    """Return a `LocalPath`, or for a URL an `ObjectPath`; raises CheckpointError for "".
 
     >>> storage_path("s3://a/b"), storage_path("file:///tmp/a"), storage_path("a:/b")
     (ObjectPath('s3://a/b'), LocalPath('/tmp/a'), LocalPath('a:/b'))

@@ -47,7 +47,7 @@ _FLUSH_BYTES: Final = 8 << 20
 
 
 class StagedFiles:
-    """An output, a file or directory, between steps 2 and 5 of this module's docstring."""
+    """The files of an output while they are written, under its temporary name."""
 
     def __init__(self, path: StoragePath, place: StoragePath, *, directory: bool) -> None:
         self._path, self.place, self._directory = path, place, directory
@@ -67,7 +67,7 @@ class StagedFiles:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Write a file at any positions, by any number of threads."""
+        """Yield a function that writes to the file at any position, from any thread."""
         with self._path.errors("written"):
             fd = os.open(self._at(name), system_calls.FILE)
         try:
@@ -95,7 +95,7 @@ class StagedFiles:
 
 @contextmanager
 def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
-    """Create the files of an output, to fill within the block; they appear at its end.
+    """Create the files of an output to fill in the block; they appear at the end of the block.
 
     Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """
@@ -130,7 +130,7 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
 
 @contextmanager
 def _locked(path: StoragePath) -> Iterator[str]:
-    """Lock an output by a file beside it; yield the prefix of the names of this run.
+    """Lock an output by a file beside it; yield the prefix of this run's temporary names.
 
     Raises `CheckpointError` if another run has the lock.
     """
@@ -250,9 +250,9 @@ def _exchange(
 
 
 def _finish_all(staging: StoragePath, old: StoragePath | None) -> None:
-    """Give all staged files and directories their final mode, and flush them.
+    """Give all new files and directories their final mode, and flush them to the disk.
 
-    The mode is that of the replaced file, or else the strictest in the old directory.
+    A file gets the mode of the file that it replaces, or else the strictest in the old directory.
     """
     strictest = None
     if not staging.is_dir():

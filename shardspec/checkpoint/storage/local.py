@@ -1,4 +1,4 @@
-"""Implements storage on this machine."""
+"""Reads, writes and replaces files on this machine's disks."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ from shardspec.input_files import open_regular
 
 
 class LocalFile(SourceFile):
-    """A file of this machine."""
+    """An open file on this machine."""
 
     __slots__ = ("_fd",)
 
@@ -44,7 +44,7 @@ class LocalFile(SourceFile):
 
 
 class LocalPath(StoragePath):
-    """A path of this machine.
+    """A path on this machine.
 
     >>> LocalPath("/dev/null").look().kind
     'other'

@@ -1,10 +1,10 @@
-"""Implements storage in object stores, by URLs.
+"""Reads and writes files in object stores, which are named by URLs such as ``s3://bucket/model``.
 
 fsspec connects to the stores, with keys and endpoints from the environment or its own settings. It
 is imported with the first URL.
 
-A request takes as long as transferring some megabytes. So nearby ranges are merged, and the next
-batch of ranges is requested while the current one is in use.
+Starting a request takes as long as transferring some megabytes. So nearby ranges are read in one
+request, and the next ranges are requested while the current ones are in use.
 
 Files of an output are uploaded as they are written, and appear when all are complete. The file that
 lists the others, such as an index, appears last.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES: Final = 4 << 20
 _MIN_REQUEST_BYTES: Final = 64 << 10
-"""Minimum bytes of a request, for a header and its surroundings. Shorter gaps are read too."""
+"""Minimum bytes of a request. Gaps shorter than this are read too."""
 _SEQUENTIAL_BYTES: Final = 512 << 10
 """Minimum bytes of a request of a sequential reader."""
 _BATCHES: Final = 3
@@ -169,7 +169,7 @@ class ObjectPath(StoragePath):
         return ObjectFile(self, entry.num_bytes, self.store)
 
     def request(self, stretches: Iterable[FileStretch], max_bytes: int) -> Requested | None:
-        """Prefetch stretches, if threads share the store."""
+        """Start to read these ranges ahead, if threads share the store."""
         return RangePrefetcher(self.store, stretches, max_bytes) if self._threads_share else None
 
     def files_ahead(self, local: int = 0) -> int:  # noqa: ARG002  # of this machine
@@ -288,10 +288,10 @@ _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
 
 
 class RangePrefetcher:
-    """Requests stretches of files in a store before they are read, for one thread.
+    """Requests ranges of files in a store before one thread reads them, in the same order.
 
-    They are requested in batches, and read in the same order. If the iterator `stretches` raises an
-    error, prefetching stops: the reader will get the same error.
+    If the iterator `stretches` raises an error, no more ranges are requested: the reader will get
+    the same error.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class RangePrefetcher:
         self._request()
 
     def find(self, path: StoragePath, start: int) -> tuple[int, bytes] | None:
-        """Return start and bytes of the range with byte `start`; None if it was not requested."""
+        """Return (start, bytes) of a range that contains byte `start`; None if not requested."""
         for count, (ranges, answers) in enumerate(self._pending):
             for first, end, index in ranges.get(str(path), ()):
                 if first <= start < end:
@@ -331,7 +331,7 @@ class RangePrefetcher:
         return None
 
     def close(self) -> None:
-        """Make no more requests."""
+        """Stop requesting ranges."""
         self._stretches = iter(())
         self._pending.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -365,7 +365,7 @@ class RangePrefetcher:
 
 
 def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
-    """Open a file to upload, of about this size; its `commit` makes it visible."""
+    """Open a file of about this size for upload; it is visible after `commit`."""
     store = path.store
     if not store.async_impl:
         # These ignore `autocommit` outside of a transaction; this one is never completed.
@@ -464,11 +464,11 @@ class _Uploads:
         return self._path / name if self._output.directory else self._path
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove files, listings first."""
+        """Remove files, the one that lists the others first."""
         for name in sorted(names, key=lambda name: (not _is_list(name), name)):
             self._at(name).unlink()
 
 
 def _is_list(name: str) -> bool:
-    """Return True for the name of a listing; without it the other files are useless."""
+    """Return True for the name of a file that lists the others, such as an index."""
     return name.endswith((".json", ".metadata"))

@@ -1,8 +1,7 @@
-"""Defines paths on disks and in object stores: list, read, write and replace files.
+"""Defines paths with methods that list, read, write and replace files, on disks or in stores.
 
-A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
-parents and ``/`` are those of `pathlib.PurePosixPath`. The modules `local` and `object_store` have
-a subclass each; `storage_path` chooses one by the text of a path.
+`StoragePath` is a `pathlib.PurePosixPath` with these methods. `local` has the subclass for disks,
+and `object_store` the one for URLs; `storage_path` chooses between them.
 """
 
 import re
@@ -31,7 +30,7 @@ class Entry(NamedTuple):
     kind: Literal["file", "directory", "other"]
     num_bytes: int
     identity: Identity
-    """Value that is equal for the same, unchanged file."""
+    """A value that changes when the file is written again."""
 
 
 class FileStretch(NamedTuple):
@@ -43,13 +42,13 @@ class FileStretch(NamedTuple):
 
 
 class Requested(Protocol):
-    """Ranges that were requested before they are read."""
+    """Ranges of files that are requested before they are read."""
 
     def find(self, path: "StoragePath", start: int) -> tuple[int, bytes] | None:
-        """Return start and bytes of the range with byte `start`; None if it was not requested."""
+        """Return (start, bytes) of a range that contains byte `start`; None if not requested."""
 
     def close(self) -> None:
-        """Make no more requests."""
+        """Stop requesting ranges."""
 
 
 class SourceFile(ABC):
@@ -99,7 +98,7 @@ class Staging(NamedTuple):
     listing: str | None = None
     """The file that lists the others; it is written last."""
     replaced: frozenset[str] = frozenset()
-    """Names of files that may be replaced; a directory with any other file is not."""
+    """Names of files that may be replaced; a directory with another file is not replaced."""
     identity: Identity | None = None
     """Identity of the directory to replace, empty if there is none; None to skip the check."""
 
@@ -108,7 +107,7 @@ class Staged(Protocol):
     """An output that is being written under a temporary name."""
 
     def file(self, name: str) -> AbstractContextManager[WriteAt]:
-        """Write a file; from start to end if `StoragePath.whole_files` is set."""
+        """Yield a function that writes to a file, from start to end if `whole_files` is set."""
 
 
 class StoragePath(PurePosixPath, ABC):
@@ -178,11 +177,11 @@ class StoragePath(PurePosixPath, ABC):
         return self
 
     def leads_outside(self) -> "StoragePath | None":
-        """Return the target of a link in a checkpoint that may not be followed; None otherwise."""
+        """Return the target of this path if it is a link that may not be followed, else None."""
         return None
 
     def public(self) -> PurePath:
-        """Return the path as users get it: a `Path` if it is on this machine."""
+        """Return the path to give to users: a `Path` if it is on this machine."""
         return self
 
     # --- reading
@@ -192,11 +191,11 @@ class StoragePath(PurePosixPath, ABC):
         """Open a regular file; raises `CheckpointError` for anything else."""
 
     def request(self, stretches: Iterable[FileStretch], max_bytes: int) -> Requested | None:  # noqa: ARG002
-        """Prefetch stretches of files in this directory; None if the storage does not."""
+        """Start to read ranges of files in this directory ahead; None if the storage cannot."""
         return None
 
     def files_ahead(self, local: int = 0) -> int:
-        """Return the number of files to open ahead of the one in use; `local` on this machine."""
+        """Return the number of files to open in advance; `local` of them on this machine."""
         return local
 
     # --- writing
@@ -249,10 +248,9 @@ class StoragePath(PurePosixPath, ABC):
 
     @contextmanager
     def errors(self, verb: str, more: str = "") -> Iterator[None]:
-        """Convert errors of the storage into a `CheckpointError`: "cannot be <done>".
+        """Convert errors of the storage into a `CheckpointError`: "PATH: cannot be VERB: ...".
 
-        Libraries of stores raise errors without a common class. Built-in exceptions for bugs, such
-        as TypeError, are not converted.
+        Exceptions that mean a bug, such as TypeError, are not converted.
         """
         try:
             yield
@@ -267,11 +265,11 @@ class StoragePath(PurePosixPath, ABC):
 def file_inside(
     directory: StoragePath, name: str, listed_by: StoragePath, *, weights: bool = False
 ) -> StoragePath:
-    """Return the path of a file that a checkpoint lists; it must be in its directory.
+    """Return the path of a file that a checkpoint lists, which must be in its directory.
 
-    It may be a link to a file in the directory, to one of the same name, or, in a hub cache, to one
-    of its ``blobs``. Files of `weights` may also be in subdirectories, and be links to any file.
-    Raises `CheckpointError` for other names and links.
+    The file may be a link to a file in the directory, to a file of the same name, or, in a hub
+    cache, to one of the ``blobs``. Files of `weights` may also be in subdirectories, and be links
+    to any file. Raises `CheckpointError` for other names and links.
     """
     parts = name.split("/") if weights else [name]
     if any(part in ("", ".", "..") or any(c in part for c in "/\\\0") for part in parts):

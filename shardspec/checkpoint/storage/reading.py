@@ -1,4 +1,4 @@
-"""Reads many files: opens some ahead, keeps few open, and detects changed files."""
+"""Reads many files: opens some in advance, keeps few open, and detects files that change."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -31,11 +31,11 @@ def prefetch_map(
     ahead: int,
     workers: int | None = None,
 ) -> Generator[Iterator[_Result], None, None]:
-    """Yield an iterator over the results of a call for every item, in order.
+    """Yield an iterator over `look(item)` for every item, in order; threads call in advance.
 
-    Threads, by default `ahead` of them, make up to `ahead` calls before the results are used. With
-    0 the calling thread makes each call. An exception replaces the result of its item. The end of
-    the block waits for running calls only if `workers` is given.
+    Up to `ahead` results are computed before they are used, by `workers` threads (by default
+    `ahead`). With 0 the calling thread makes each call. An exception is raised in place of the
+    result of its item. The end of the block waits for running calls only if `workers` is given.
 
     >>> with prefetch_map("abc", str.upper, 2) as results:
     ...     list(results)
@@ -74,7 +74,7 @@ def prefetch_map(
 
 
 class OpenFiles:
-    """Source files of one thread; the least recently used are closed."""
+    """Open files of one thread; the least recently used ones are closed."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[StoragePath, SourceFile] = OrderedDict()
@@ -83,7 +83,7 @@ class OpenFiles:
     def will_read(
         self, directory: StoragePath, stretches: Iterable[FileStretch], max_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Prefetch these ranges, in order, and cancel earlier requests."""
+        """Start to read these ranges ahead, in order, and cancel earlier requests."""
         if self._requested is not None:
             self._requested.close()
         self._requested = directory.request(stretches, max_bytes)
@@ -111,7 +111,7 @@ class OpenFiles:
 
 
 class HeaderFiles:
-    """Opens files for short reads, by any number of threads; files in stores stay open."""
+    """Opens files for short reads from any thread; files in object stores stay open."""
 
     def __init__(self) -> None:
         self._opened: Callable[[StoragePath], SourceFile] = lru_cache(maxsize=_MAX_HEADER_FILES)(
@@ -143,7 +143,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, place: StoragePath, *, nested: bool = False) -> "Snapshot":
-        """Take a snapshot."""
+        """Return a snapshot of a file or directory."""
         return cls(place, nested, _identities(place, nested))
 
     def check_unchanged(self, files: Iterable[StoragePath]) -> None:

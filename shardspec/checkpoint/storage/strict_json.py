@@ -42,7 +42,7 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
         lambda value: isinstance(value, list) and all(map(is_size, value)),
     ),
 }
-"""Kind of value -> description and check."""
+"""Type of a JSON value -> its description in errors, and a check."""
 
 
 def values_bytes(data: bytes) -> int:
@@ -63,8 +63,8 @@ def parse_json(
 ) -> object:
     """Return the value of a JSON text; raises CheckpointError for repeated keys.
 
-    `title` names the text in errors. Objects are replaced by the results of `shrink`; `estimate`
-    returns the memory of the values.
+    `title` names the text in errors. `shrink` is called with each object, and its result replaces
+    the object. `estimate` returns the memory that the values of a text would take.
 
     >>> parse_json(b'{"a": [1]}', PurePath("config.json"), "config")
     {'a': [1]}
@@ -115,9 +115,9 @@ def _check_room(file: PurePath, title: str, num_bytes: int, needed_bytes: int) -
 
 
 def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind:
-    """Return a JSON value if it is of a kind; `key` is its full name for errors.
+    """Return a JSON value if it has the type `kind`; errors name its `key`.
 
-    Kinds are dict, list, str, int (a size), tuple (a list of sizes, returned as a tuple) and object
+    Types are dict, list, str, int (a size), tuple (a list of sizes, returned as a tuple) and object
     (any value).
 
     >>> checked([2, 3], tuple, PurePath("a.json"), "shape")
@@ -132,7 +132,7 @@ def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind
 def field(
     parent: Mapping[str, object], name: str, kind: type[_Kind], file: PurePath, at: str
 ) -> _Kind:
-    """Return a member of an object after `checked`; `at` names the object in errors.
+    """Return a member of a JSON object, checked by `checked`; errors name the object by `at`.
 
     >>> field({"size": 4}, "size", int, PurePath("a.json"), "header")
     4
@@ -144,7 +144,7 @@ def field(
 
 
 def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) -> list[Any]:
-    """Return the members of an object, each checked by its kind, in the order of `kinds`.
+    """Return the members of a JSON object in the order of `kinds`, each checked by its type.
 
     >>> fields({"name": "w", "size": 4}, {"size": int, "name": str}, PurePath("a.json"), "header")
     [4, 'w']

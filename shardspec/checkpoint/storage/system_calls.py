@@ -1,4 +1,4 @@
-"""Wraps system calls for storage: locks, full reads and writes, renames, flushes."""
+"""Wraps system calls on files: lock, read and write in full, rename, flush."""
 
 import errno
 import fcntl
@@ -34,7 +34,10 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file or directory; False if another process has the lock, None without locks."""
+    """Lock a file or directory.
+
+    Returns False if another process has the lock, and None if the file system has no locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -169,7 +169,7 @@ def outline_of(
     repeated = False
     for chunk in listed:
         if not isinstance(chunk, Record):
-            raise ValueError(f"a chunk is a {type(chunk).__name__}")
+            raise ValueError(f"a chunk is a {type(chunk).__name__}, not a record")
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
         if 0 in sizes:
             continue
@@ -207,8 +207,8 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...
     """Return the box of a chunk; raises `ValueError` if it is not inside the tensor."""
     if not len(offsets) == len(sizes) == len(shape):
         raise ValueError(
-            f"a chunk from {list(offsets)} of sizes {list(sizes)} is not one of a tensor with "
-            f"{len(shape)} dims"
+            f"a chunk at {list(offsets)} of shape {list(sizes)} is in a tensor with {len(shape)} "
+            "dims"
         )
     box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
     if any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
@@ -239,8 +239,8 @@ def unflattened(
     several = any(end - start != 1 for start, end in at)
     if len(counts) != len(shape) or covered != shape or prod(block) != elements or several:
         raise ValueError(
-            f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which is not made of "
-            f"such blocks, or chunk {box_text(chunk)} is in several blocks"
+            f"its flat shape {list(flat)} does not divide its shape {list(shape)} into blocks, or "
+            f"chunk {box_text(chunk)} is in several blocks"
         )
     start_at = 0
     for inner in row_major_boxes(block, lo, hi):

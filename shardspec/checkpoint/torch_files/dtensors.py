@@ -58,7 +58,7 @@ def read_torch(
 
 
 class _DTensors:
-    """Makes the DTensors of one file; a mesh of many DTensors is read once."""
+    """Decodes the DTensors in one file; a mesh that many of them share is read once."""
 
     def __init__(self, archive: TorchZip, rank: int | None) -> None:
         self._archive = archive
@@ -71,7 +71,7 @@ class _DTensors:
         if not (
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
-            raise ValueError("it takes two names, arguments and a state")
+            raise ValueError("a tensor has not two names, arguments and a state")
         if Foreign in kind.__mro__:
             return kind(inner, state)
         if function is not _WRAPPER:
@@ -113,7 +113,7 @@ class _DTensors:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
         axis_names = tuple(names) if isinstance(names, tuple | list) else None
         if {*map(type, axis_names or ())} - {str, int}:
-            raise ValueError("the names of a mesh's axes are not texts")
+            raise ValueError("the names of a mesh's axes are not text")
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
             return _make_mesh(self._ids(tensor), tensor.shape, axis_names)
@@ -125,7 +125,7 @@ class _DTensors:
             or not isinstance(ids, tuple)
             or {*map(type, ids)} != {int}
         ):
-            raise ValueError("a mesh lacks its ids; its version of torch is unknown")
+            raise ValueError("a mesh has no ids where known versions of torch save them")
         axes = _axes(layout)
         shape = tuple(prod(sizes) for sizes, _ in axes)
         if not 0 < prod(shape) <= len(ids):
@@ -153,7 +153,7 @@ class _DTensors:
         num_bytes = self._archive.record(name).num_bytes
         most = 0 < prod(tensor.shape) <= _MAX_DEVICES and num_bytes <= 8 * _MAX_DEVICES
         if letter is None or not most:
-            raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+            raise ValueError(f"a mesh has shape {list(tensor.shape)} and dtype {tensor.dtype}")
         check_record(tensor, self._archive)
         with self._archive.path.open() as file:
             data = self._archive.read(file, name)

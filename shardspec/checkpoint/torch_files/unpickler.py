@@ -183,12 +183,12 @@ def record_class(path: str, name: str = "") -> Global:
 
 
 def foreign_class(path: str) -> Global:
-    """Return the class that replaces a name that is not listed."""
+    """Return the class that replaces a name which is not on the allow-list."""
     return Global(path, (Foreign,), {})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
-    """Return a class that calls a function instead; the function may raise `ValueError`."""
+    """Return a class whose call in a pickle calls `function`, which may raise `ValueError`."""
 
     def make(_: type, *args: object) -> object:
         try:

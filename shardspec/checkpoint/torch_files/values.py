@@ -77,7 +77,7 @@ class TorchTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensor:
-    """A tensor or storage of an unsupported kind."""
+    """A placeholder for a tensor or storage of an unsupported kind; `why` says what it is."""
 
     why: str
     traits: tuple[object, ...] = ()
@@ -162,11 +162,11 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
                 break
         else:
             return tuple(value)
-    raise ValueError("sizes are whole numbers from 0, at most 64 of them")
+    raise ValueError("sizes are not whole numbers from 0, or more than 64")
 
 
 def storage_of(value: object) -> TorchStorage | UnreadTensor:
-    """Return the storage of a persistent id."""
+    """Return the storage to which a persistent id in a pickle refers."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
@@ -189,15 +189,15 @@ def _rebuild(
     dtype: str | None = None,
 ) -> TorchTensor | UnreadTensor:
     if not isinstance(storage, TorchStorage | UnreadTensor):
-        raise ValueError("a tensor needs a storage")
+        raise ValueError("a tensor has no storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MAX_SIZE:
-        raise ValueError("a tensor needs a stride for every dim and a place in its storage")
+        raise ValueError("a tensor has no stride for each dim, or no place in its storage")
     lazily: tuple[str, ...] = ()
     if isinstance(metadata, dict):
         lazily = tuple(str(key)[:20] for key, is_set in metadata.items() if is_set)
     elif metadata:
-        raise ValueError("a view may only conjugate or negate")
+        raise ValueError("a view does more than conjugate and negate")
     traits = (sizes, steps, start, lazily)
     if isinstance(storage, UnreadTensor):
         return replace(storage, traits=(*storage.traits, *traits))
@@ -212,7 +212,7 @@ def _rebuild_v3(*args: object) -> TorchTensor | UnreadTensor:
         raise TypeError
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
-        raise ValueError("a dtype is named as torch.…")
+        raise ValueError("the name of a dtype does not begin with torch.")
     try:
         supported = dtype_name(dtype.name)
     except DTypeError:
@@ -235,25 +235,25 @@ def _dict(*args: object) -> StateDict:
             return StateDict(counts)
         case () | ([],) | (None,) | (Global(),):
             return StateDict()
-    raise ValueError("it is made of pairs, which torch does not write")
+    raise ValueError("a dict is made of pairs, which torch does not write")
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
     """Return the bytes of a latin1 text: protocol 2 has no instruction for bytes."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes are written as text in latin1")
+        raise ValueError("bytes are not text in latin1")
     return text.encode("latin1")
 
 
 def _no_bytes(*args: object) -> bytes:
     if args:
-        raise ValueError("bytes are made of a text")
+        raise ValueError("bytes have arguments")
     return b""
 
 
 def _complex(real: object, imag: object) -> Complex:
     if not isinstance(real, float) or not isinstance(imag, float):
-        raise ValueError("a complex number is made of two numbers")
+        raise ValueError("a complex number is not made of two numbers")
     return Complex(str(complex(real, imag)))
 
 

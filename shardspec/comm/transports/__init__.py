@@ -1,4 +1,4 @@
-"""Transports of bytes between the processes of a job: one module each, behind one protocol."""
+"""Transports move bytes between the processes of a job: by messages, or from memory to memory."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def connect(
 ) -> Callable[[], "Transport"]:
     """Return a function that returns the transport of CPU tensors; all ranks of a mesh call this.
 
-    It is "memory" only if all ranks request it, share a host and can read each other.
+    That is "memory" if all ranks request it, share a host and can read each other; else "messages".
     """
     from shardspec.comm.transports.messages import Messages
     from shardspec.comm.transports.peer_memory import PeerMemory

@@ -1,7 +1,7 @@
-"""Transports boxes as messages of `torch.distributed`: gloo on CPU, NCCL on CUDA.
+"""Sends boxes as messages of `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-A message that is one contiguous part of a shard is sent and received in place; others are packed
-into buckets, with a bounded number of bytes in use at a time.
+A message that is one contiguous part of a shard is sent and received in place. Others are packed
+into buckets (buffers), which have a bounded number of bytes at a time.
 """
 
 import re
@@ -24,8 +24,8 @@ from shardspec.text import ranks_text
 _TAG: Final = 0x5AD5
 """The tag of the library's messages; programs use small tags."""
 STAGED_BYTES: Final = 16 << 20
-"""The most bytes in buffers on the CPU, half for sending and half for receiving; 0.5 MiB per peer
-with more than 32 peers."""
+"""The most bytes in buffers on the CPU, half of them for sending. With more than 32 peers the limit
+is 0.5 MiB per peer."""
 _ACCELERATOR_BYTES: Final = 64 << 20
 """Bytes per wave between accelerators, whose links need longer messages."""
 
@@ -37,7 +37,7 @@ Finish: TypeAlias = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class Messages:
-    """A `Transport` by sends and receives."""
+    """A `Transport` that sends and receives messages."""
 
     name: ClassVar[str] = "messages"
     free: list[torch.Tensor] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Messages:
     def _memory_for(
         self, stage: Stage, message: Message, buckets: list[torch.Tensor], *, of_source: bool
     ) -> torch.Tensor:
-        """Return memory for a message: a part of a shard, or a bucket added to `buckets`."""
+        """Return the memory to send or receive: a part of a shard, or a bucket from `buckets`."""
         size = message_bytes(message)
         fitting = (at for at, bucket in enumerate(self.free) if bucket.numel() >= size)
         at = next(fitting, None)
@@ -127,7 +127,7 @@ def _bucket(num_bytes: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sending(device: torch.device) -> torch.device:
-    """Return the device on which buffers are: the CPU, or an accelerator with NCCL."""
+    """Return the device for buffers: the accelerator if NCCL sends from it, else the CPU."""
     with_gloo = f"{device.type}:gloo" in dist.get_backend_config()
     return torch.device("cpu") if with_gloo else device
 
@@ -196,9 +196,9 @@ _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int
 def run_collective(
     schedule: DeviceTransfers, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Run a step for which `has_collective` is true by NCCL's collective; see `run_transfers`.
+    """Run a step as one collective of NCCL, which is faster than sends and receives.
 
-    This is faster than sends and receives.
+    `has_collective` must be true for the step; see `run_transfers`.
     """
     step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
     with checked_result(step, result), errors_named(str(step), schedule.peers):
@@ -228,7 +228,7 @@ def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
 
 
 def _are_in_order(schedule: DeviceTransfers, parts: Mapping[int, Box], box: Box) -> bool:
-    """Return True if the members' parts of a box are adjacent in memory and equally long."""
+    """Return True if the members' parts are equally long and follow each other in the box."""
     ranks, shape = sorted(schedule.members), box_shape(box)
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
     if dim is None or not box_size(box) or shape[dim] % len(ranks):

@@ -1,9 +1,9 @@
-"""Transports boxes by reading the memory of peers on one host, with `process_vm_readv` (Linux).
+"""Moves boxes between processes of one host by reading each other's memory (Linux).
 
-A device sends its readers the address of a table of its shards; they copy their boxes and then
-send a signal. Processes first compare kernel and namespaces and try to read each other, which is
-allowed within one user unless Yama or a container's filter forbids it. Signals go through pipes: a
-process opens the pipes of its peers below ``/proc``.
+A process sends its peers the address of a table of its shards. They copy the boxes that they need
+by `process_vm_readv`, and then signal that they are done. Signals go through pipes, which peers
+open below ``/proc``. Linux allows this to processes of one user, unless Yama or a container's
+filter forbids it, so processes first try to read each other.
 """
 
 import ctypes
@@ -35,14 +35,14 @@ from shardspec.comm.transports.stage import Stage
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most bytes staged at once, and half of the bytes of addends at once: about the size of a
-core's cache."""
+"""The most bytes in the buffer for received boxes, and in each of two buffers for addends: about
+the size of a core's cache."""
 MOST_BYTES: Final = 64 << 20
 """The most bytes of an array per call; the limit of the kernel is 2 GiB."""
 _MOST_RUNS: Final = 1024
 """The most runs of bytes per call: IOV_MAX."""
 _RUN_BYTES: Final = 6 << 10
-"""Bytes that are copied in the time of one more iovec, 0.4 µs."""
+"""Bytes that are copied in the time that one more iovec takes, 0.4 µs."""
 _FEW_RUNS: Final = 128
 """The most runs of an array that is read together with others in one call."""
 _SIGNAL: Final = struct.Struct("<4Q")
@@ -54,7 +54,7 @@ _BY_WIDTH: Final = {**_INTS, 16: torch.complex128}
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
-"""Place -> address, span and strides of a shard, in bytes."""
+"""Number of a shard -> its address, and its span and strides in bytes."""
 
 
 class Region(NamedTuple):
@@ -72,7 +72,7 @@ class Region(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in steps), item)
 
     def tensor(self) -> torch.Tensor:
-        """Return a region of this process as a tensor of integers; valid as long as the array."""
+        """Return a region of this process as a tensor of integers that shares its memory."""
         memory = (ctypes.c_char * self.span).from_address(self.address)
         steps = [stride // self.item_bytes for stride in self.strides]
         flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
@@ -149,14 +149,14 @@ def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
 
 
 def read_bytes(pid: int, address: int, length: int) -> bytes:
-    """Return bytes from the memory of another process; raises `OSError`, see `read`."""
+    """Return bytes from the memory of another process; raises what `read` raises."""
     got = np.empty(length, dtype=np.uint8)
     read_rows(pid, np.array([[got.ctypes.data, length]]), np.array([[address, length]]))
     return got.tobytes()
 
 
 class Offer(NamedTuple):
-    """The offer of a process that peers on the same host may read its memory."""
+    """A message of a process to its peers, with which they can try to read its memory."""
 
     host: str
     """An identifier of the kernel and its namespaces."""
@@ -194,16 +194,16 @@ class Connection:
             os.write(self._outbox, _SIGNAL.pack(kind, step, address, length))
 
     def receive(self, kind: int, step: int, deadline: float) -> tuple[int, ...]:
-        """Return address and bytes of the next signal, by `deadline` (of `time.monotonic`).
+        """Return (address, bytes) of the next signal before `deadline` (of `time.monotonic`).
 
-        Raises `CommunicatorError` at the deadline, or if the peer has ended or runs another step.
+        Raises `CommunicatorError` at the deadline, or if the peer has ended or is in another step.
         """
         if not self._pending:
             self._take(max(0.0, deadline - time.monotonic()))
         if not self._pending:
             self.check()
             raise CommunicatorError(
-                f"rank {self.peer} did not come in time (the timeout is that of the process group)"
+                f"rank {self.peer} did not answer within the process group's timeout"
             )
         signal = self._pending.popleft()
         if signal[:2] != (kind, step):
@@ -251,8 +251,8 @@ def this_host() -> str:
 class PeerMemory:
     """A `Transport` between processes that can all read each other's memory.
 
-    A process sends the address of its table when its tensors are readable. Every reader answers at
-    its end. Waiting for a peer ends after `timeout_s`.
+    A process sends the address of its table when its tensors may be read. Every reader answers
+    when it has finished. Waiting for a peer ends after `timeout_s`.
     """
 
     name: ClassVar[str] = "memory"
@@ -349,7 +349,7 @@ class PeerMemory:
             self._connections[peer].receive(_DONE, step, deadline)
 
     def _fill(self, stage: Stage, message: Message, peer: int, theirs: Table) -> None:
-        """Read a message of a peer: arrays of few runs in one call, others one at a time."""
+        """Read a message from a peer's memory: arrays of few runs together, others one by one."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, their_rows = [nothing], [nothing]
         for copy in message:
@@ -367,7 +367,7 @@ class PeerMemory:
                 target = Region(at, shape, steps, item)
                 source_bases, target_bases, spans = zip(*arrays, strict=True)
                 if min(spans) < source.address + source.span:
-                    raise CommunicatorError(f"rank {peer} has smaller shards than are expected")
+                    raise CommunicatorError(f"rank {peer} has smaller shards than expected")
                 run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
                 if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
                     their_rows.append(source.rows(run, source_bases))
@@ -382,7 +382,7 @@ class PeerMemory:
         read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(their_rows))
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
-        """Copy an array of a peer, run by run, or with the gaps between them if runs are short."""
+        """Copy an array of a peer: run by run, or in one piece with its gaps if runs are short."""
         pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
         far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
         most = MOST_BYTES if far_apart else BUFFER_BYTES

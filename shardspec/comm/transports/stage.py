@@ -1,6 +1,6 @@
-"""Describes what a transport moves at once: boxes, where they are in memory, and in which order.
+"""Stages: the boxes that a transport moves at once, with their places in memory and their order.
 
-A wave is the messages of a stage that are in flight together. Only this module packs messages.
+A stage is sent in waves: messages that are in flight together. This module also packs messages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ class Wave(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Transfers of one device that run together; stages follow each other without overlap."""
+    """Transfers of one device that run together; the next stage starts after this one ends."""
 
     name: str
     """The name of the step or plan, for errors."""
@@ -52,7 +52,7 @@ class Stage:
     waves: Callable[[int | None], Iterable[Wave]]
     """Maps the most bytes in buffers to the waves; None gives a single wave of uncut boxes."""
     one_by_one: bool = False
-    """True if a wave must end before the next is requested, to combine its results."""
+    """True if each wave must end before the next one starts, to combine its results."""
     is_combined: bool = False
     """True if waves contain addends, which are received in buffers."""
 
@@ -84,7 +84,7 @@ class Stage:
             part.copy_(boxed)
 
     def copy(self, message: Message, sender: "Stage") -> None:
-        """Copy boxes from a device of this process, or from the same device, into the target."""
+        """Copy boxes into the target from a device of this process, perhaps the same device."""
         for copy in message:
             views = sender.parts(copy, of_source=True), self.parts(copy, of_source=False)
             for source_part, target_part in zip(*views, strict=True):
@@ -93,7 +93,7 @@ class Stage:
     def _pairs(
         self, message: Message, bucket: torch.Tensor, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views of each box of a message: in the buffer, and in the shard."""
+        """Yield (view in the buffer, view in the shard) of each box of a message."""
         start = 0
         for copy in message:
             dtype, shape, step = self.dtype_of(copy), box_shape(copy.box), aligned_bytes(copy)
@@ -121,7 +121,7 @@ class Transport(Protocol):
         """
 
     def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:
-        """Allocate buffers for the first wave, so that lack of memory shows before any transfer.
+        """Allocate the buffers of the first wave, to fail before any transfer if memory is short.
 
         `first` returns the number of messages of the first wave, and the bytes of the longest.
         Returns True if the transport needs buffers.

@@ -1,1 +1,1 @@
-"""torch's operations on DTensors; layouts propagate by torch's own rules."""
+"""Runs torch's functions on DTensors: on the shards where that is right, else after a gather."""

@@ -148,9 +148,10 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
 
 
 def _taken(names: Named, leaf: object, first: TensorLike) -> object:
-    """Return an argument to pass on: DTensors of the first one's mesh, plain ones made replicated.
+    """Return an argument for torch: a DTensor unchanged, a plain scalar tensor as a replicated one.
 
-    Refuses DTensors of other meshes, and plain tensors with several elements: ranks may differ.
+    Raises an error for a DTensor on another mesh than `first`, and for a plain tensor with several
+    elements, since ranks may have different ones.
     """
     mesh, other = first.layout.mesh, ""
     if isinstance(leaf, TensorLike):

@@ -1,6 +1,6 @@
-"""Gradients of DTensors: `grad`, hooks, `detach`, `backward`, and `torch.autograd.grad`.
+"""Computes gradients of DTensors: `grad`, hooks, `detach`, `backward`, `torch.autograd.grad`.
 
-All functions pass `TensorLike._nodes` to autograd, the single set of tracked tensors.
+Autograd tracks only the shards of a DTensor, `TensorLike._nodes`.
 """
 
 import inspect

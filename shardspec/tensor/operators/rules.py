@@ -156,7 +156,7 @@ def facts_of_layout(layout: Layout) -> LayoutFacts:
 
 @lru_cache(maxsize=4096)
 def are_alike(layouts: tuple[Layout, ...]) -> bool:
-    """Return True if tensors have one shape and spec: element i of one shard meets i of another."""
+    """Return True if tensors have equal shapes and specs, so that their shards correspond."""
     return len({(layout.spec, layout.global_shape) for layout in layouts}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Defines the base class of `DTensor`: shards and layout, and what it shows of them to torch."""
+"""Defines the base class of `DTensor`: its shards, its layout, and the attributes torch reads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,9 +65,9 @@ _REFUSED: Final = {0: _refuse}
 class TensorLike(torch.Tensor):
     """A tensor without memory of its own: it has shards, and torch's functions act on these.
 
-    Autograd tracks the shards. Only a `torch.autograd.Function` asks the tensor itself for history,
-    and would lose the gradient. So the tensor has the flag of its shards, and what the Function
-    returns, or passes back, is refused.
+    Autograd tracks the shards. A `torch.autograd.Function` would look for history at the tensor
+    itself and lose the gradient. So the tensor has the flag ``requires_grad`` of its shards, and
+    raises an error for results and gradients of such a Function.
     """
 
     __slots__ = (
@@ -286,8 +286,8 @@ class TensorLike(torch.Tensor):
     def _check_current(self) -> None:
         """Raise `LayoutError` if this tensor's values or gradients can no longer be right.
 
-        So for a view that does not see a later write to its base, and for the result of a
-        `torch.autograd.Function`.
+        This happens to a view without memory of its base after a write to the base, and to the
+        result of a `torch.autograd.Function`.
         """
         # A Function runs without gradients, and marks its result when it ends.
         if not self._is_checked and torch.is_grad_enabled():

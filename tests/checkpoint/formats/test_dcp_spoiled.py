@@ -80,7 +80,7 @@ def chunk_outside(metadata):
 
 def chunk_of_other_dims(metadata):
     of(metadata, "m.a").size = torch.Size((6,))
-    return ".metadata: 'm.a': a chunk from [0, 0] of sizes [2, 3] is not one of a tensor with 1"
+    return ".metadata: 'm.a': a chunk at [0, 0] of shape [2, 3] is in a tensor with 1"
 
 
 def hole(metadata):
@@ -217,7 +217,7 @@ def no_list(metadata):
 
 def negative_size(metadata):
     metadata.state_dict_metadata["m.a"].size = [-2, 3]
-    return ".metadata: 'm.a': sizes are whole numbers from 0"
+    return ".metadata: 'm.a': sizes are not whole numbers from 0"
 
 
 def grow(metadata, sizes):

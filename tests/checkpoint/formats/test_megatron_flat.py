@@ -42,7 +42,7 @@ def test_blocks_are_those_that_make_up_the_tensor() -> None:
         ((), (64,)),
     ):
         chunk = (*((0, 1) for _ in flat[1:]), (0, 1)) if flat else ()
-        with pytest.raises(ValueError, match="not made of such blocks"):
+        with pytest.raises(ValueError, match="into blocks"):
             list(unflattened(flat, shape, chunk))
     with pytest.raises(ValueError, match="is in several"):
         list(unflattened((2, 2, 4), (4, 4), ((0, 2), (0, 1), (0, 4))))
