@@ -25,7 +25,7 @@ BUDGET = {
     "shardspec/profiling": (378, 3),
     "shardspec/resharding": (4693, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3386, 16),
-    "tests": (57015, 352),  # 98 lines hold the rules of plain English
+    "tests": (57020, 352),  # 98 lines hold the rules of plain English
 }
 
 

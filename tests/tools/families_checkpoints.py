@@ -132,7 +132,11 @@ def head_is_tied(config: PreTrainedConfig) -> bool | None:
 
 def ties() -> Iterator[tuple[str, bool | None, bool]]:
     """Yield configs around a text model: what transformers says of their heads, and what we say."""
-    every = {}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+    every: tuple[dict[str, Any], ...] = (
+        {},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+    )
     cases = [("qwen3", top, inner) for top in every for inner in every] + [("gemma3_text", {}, {})]
     for model_type, own in CONFIG_MAPPING.items():
         if model_type == "llama4":  # a family that is refused
@@ -177,7 +181,8 @@ def variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main(rows_file: str) -> None:
-    tried, wrong = 0, []
+    wrong: list[str] = []
+    tried = 0
     seen = set()
     every = {**MODELS, **_OTHERS}
     for label, sizes in every.items():
