@@ -256,9 +256,14 @@ def fitted(text: str, width: int, most: int) -> str:
     ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']
     >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 2).splitlines()
     ["mesh '2xq' is no", 'm…ve sizes as in 2x4']
+    >>> fitted("axis '" + "x" * 90 + "' is no axis of mesh 2x4", 50, 2).splitlines()
+    ["axis 'xxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxx' is", 'no axis of mesh 2x4']
     """
-    for size in range(most * width, 0, -1):
-        lines = wrapped(shortened(text, size), width)
+    words = printable(text).split(" ")
+    by_word = ([shortened(word, size) for word in words] for size in range(width, _NAME_WIDTH, -4))
+    in_all = ([shortened(text, size)] for size in range(most * width, 0, -1))
+    for parts in chain([words], by_word, in_all):
+        lines = wrapped(" ".join(parts), width)
         if sum(-(-_width(line) // width) for line in lines) <= most:
             break
     return "\n".join(lines)
