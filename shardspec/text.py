@@ -12,7 +12,7 @@ from itertools import chain, product, repeat
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
-_NAME_WIDTH: Final = 24
+_NAME_WIDTH: Final = 30
 """Width to which names are shortened before optional columns are omitted."""
 _WRAPPED_WIDTH: Final = 20
 """Width to which texts are wrapped before optional columns are omitted."""
@@ -260,7 +260,7 @@ def fitted(text: str, width: int, most: int) -> str:
     ["axis 'xxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxx' is", 'no axis of mesh 2x4']
     """
     words = printable(text).split(" ")
-    by_word = ([shortened(word, size) for word in words] for size in range(width, _NAME_WIDTH, -4))
+    by_word = ([shortened(word, size) for word in words] for size in range(width, _WRAPPED_WIDTH, -4))
     in_all = ([shortened(text, size)] for size in range(most * width, 0, -1))
     for parts in chain([words], by_word, in_all):
         lines = wrapped(" ".join(parts), width)
