@@ -260,7 +260,8 @@ def fitted(text: str, width: int, most: int) -> str:
     ["axis 'xxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxx' is", 'no axis of mesh 2x4']
     """
     words = printable(text).split(" ")
-    by_word = ([shortened(word, size) for word in words] for size in range(width, _WRAPPED_WIDTH, -4))
+    sizes = range(width, _WRAPPED_WIDTH, -4)
+    by_word = ([shortened(word, size) for word in words] for size in sizes)
     in_all = ([shortened(text, size)] for size in range(most * width, 0, -1))
     for parts in chain([words], by_word, in_all):
         lines = wrapped(" ".join(parts), width)
