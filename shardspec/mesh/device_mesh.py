@@ -369,8 +369,8 @@ class DeviceMesh:
             made = TorchMesh.from_group(group, device_type, mesh, mesh_dim_names=mesh_dim_names)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # of torch
             raise MeshError(
-                f"from_group: {str(error).splitlines()[0]}; give a process group, or several with "
-                "their ids and mesh_dim_names"
+                f"from_group: {str(error).splitlines()[0]}; give groups, and for several the ids "
+                "and names"
             ) from None
         return cls.from_torch(made)
 
