@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from math import inf, prod
 from pathlib import Path, PurePath
@@ -32,8 +32,6 @@ from shardspec.cli.output import (
     progress_bar,
     say,
     say_json,
-    say_styled,
-    styled,
 )
 from shardspec.errors import CheckpointError
 from shardspec.text import (
@@ -44,6 +42,7 @@ from shardspec.text import (
     table_lines,
     table_text,
     terminal_width,
+    wrapped,
 )
 
 _DIFFERENT: Final = 1
@@ -208,7 +207,7 @@ def diff_command(
         say_json({"a": str(a), "b": str(b), **counts, **rest})
     else:
         others = {name: catalog_b.outline(name) for name in shared}
-        for line in _difference_lines(differences, shared, others):
+        for line in _difference_lines(differences, shared, others, chosen.keys() | values.keys()):
             say(line)
         if stats:
             rows = [
@@ -225,7 +224,7 @@ def diff_command(
         if extents:
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
-        say_styled(styled(printable(total), fg="red"))
+        say(total, fg="red")
         if rename is not None:
             words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
             say(f"the names differ in how they begin; compare with {words}")
@@ -235,7 +234,7 @@ def diff_command(
         num_bytes = sum(catalog_a.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
         same = f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}"
-        say_styled(styled(same, fg="green"))
+        say(same, fg="green")
     if differences:
         click.get_current_context().exit(_DIFFERENT)
 
@@ -244,19 +243,21 @@ def _difference_lines(
     differences: Iterable[Difference],
     first: Mapping[str, AnyOutline],
     second: Mapping[str, AnyOutline],
+    in_a: Container[str],
 ) -> Iterator[str]:
     """Yield a table of the tensors that differ, the largest difference first.
 
-    Values and names on one side only follow; layers with equal differences share a line.
+    Values follow, and tables of names on one side only; layers of one side share a row.
     """
     alone: dict[str, dict[str, str]] = {"tensor": {}, "value": {}}
     tensors: list[Difference] = []
     values: list[Difference] = []
     for difference in differences:
         if difference.one_side:
-            alone[difference.kind][difference.name] = difference.problem
+            alone[difference.kind][difference.name] = "A" if difference.name in in_a else "B"
         else:
             (tensors if difference.kind == "tensor" else values).append(difference)
+    width = terminal_width()
     sizes = {x.name: inf if x.extent is None else x.extent.max_abs for x in tensors}
     rows = [
         _row(each, first[each.name], second[each.name])
@@ -269,18 +270,19 @@ def _difference_lines(
             lambda: rows,
             numbers=range(2, 7),
             empty_columns=False,
-            fits=terminal_width(),
+            fits=width,
             optional=(5, 3, 6, 4),
         )
     for difference in values:
-        yield f"value {shown(difference.name)} {difference.problem}"
-    for kind, problems in alone.items():
-        for title, names in repeated_layers(problems):
-            problem = problems[names[0]]
-            if len(names) == 1:
-                yield f"{kind} {shown(title)} {problem}"
-            else:
-                yield f"{len(names)} {kind}s {shown(title)} {problem.replace('is', 'are', 1)}"
+        name = shown(difference.name, width - len("value "))
+        yield from wrapped(f"value {name} {difference.problem}", width)
+    above = bool(rows or values)
+    for kind, sides in alone.items():
+        layers = repeated_layers(sides)
+        sided = [[name_text(x.title), str(len(x.names)), sides[x.names[0]]] for x in layers]
+        if sided:
+            yield "\n" * above + table_text([kind, "count", "only in"], sided, text_from=2)
+            above = True
 
 
 def _row(difference: Difference, a: AnyOutline, b: AnyOutline) -> list[str]:

@@ -218,8 +218,8 @@ def _overview(
             yield f"and {num_rows - _MAX_ROWS:,} more; --full prints a row for every tensor"
     if states.names and not full:
         yield ""
-        header = ["optimizer", "tensors", "elements", "dtype", "size"]
-        yield table_text(header, _states(states), text_from=3, optional=(3, 1))
+        header = ["optimizer", "tensors", "elements", "size", "dtype"]
+        yield table_text(header, _states(states), text_from=4, optional=(4, 1))
     groups = model.groups()
     if 1 < len(groups) < min(num_rows, _MAX_ROWS):
         yield ""
@@ -324,8 +324,8 @@ def _states(summary: CheckpointSummary) -> list[list[str]]:
             kind,
             str(len(tensors)),
             f"{sum(prod(tensor.shape) for tensor in tensors):,}",
-            ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors)),
             bytes_text(sum(tensor.num_bytes for tensor in tensors)),
+            ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors)),
         ]
         for kind, tensors in kinds.items()
     ]

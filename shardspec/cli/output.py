@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width
+from shardspec.text import bytes_text, printable, rate_text, seconds_text, terminal_width, wrapped
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: True after ``--quiet``."""
@@ -34,11 +34,14 @@ def is_quiet() -> bool:
     return context is not None and bool(context.meta.get(QUIET))
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print lines, with control characters escaped."""
-    if is_quiet():
-        return
-    click.echo(printable(text, keep="\n"), err=err)
+def say(text: str, *, err: bool = False, **style: Any) -> None:  # noqa: ANN401  # for click.style
+    """Print lines, with control characters escaped; a terminal gets them wrapped at words."""
+    text = printable(text, keep="\n")
+    if (sys.stderr if err else sys.stdout).isatty():
+        width = terminal_width()
+        text = "\n".join(part for line in text.split("\n") for part in wrapped(line, width))
+    if not is_quiet():
+        click.echo(styled(text, **style) if style else text, err=err)
 
 
 def say_styled(text: str, *, nl: bool = True) -> None:
@@ -55,7 +58,7 @@ def styled(text: str, **style: Any) -> str:  # noqa: ANN401  # passed to click u
 
 def say_json(record: object) -> None:
     """Print a record as one line of JSON."""
-    say(json.dumps(record))
+    say_styled(json.dumps(record))  # without control characters
 
 
 def say_parts(parts: Iterable[str], between: str = "\n") -> None:

@@ -1,13 +1,17 @@
 """The commands `verify` and `diff`: what they print, and which tensors they compare."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
+from rich.cells import cell_len
 
 from shardspec import merge
 from shardspec.checkpoint.compare.diff import Difference, diff_checkpoints
@@ -121,17 +125,39 @@ def test_names_that_differ_by_how_they_begin(tmp_path):
 
 
 def test_names_on_one_side_are_shown_by_layers_in_their_order(tmp_path):
-    layers = {f"layers.{i}.w": torch.ones(2) for i in range(12)}
-    safetensors.torch.save_file({**layers, "head": torch.ones(1)}, tmp_path / "a")
+    many = {f"layers.{i}.w": torch.ones(2) for i in range(12)}
+    safetensors.torch.save_file({**many, "head": torch.ones(1)}, tmp_path / "a")
     safetensors.torch.save_file({"head": torch.zeros(1), "tail": torch.ones(1)}, tmp_path / "b")
     done = shardspec("diff", tmp_path / "a", tmp_path / "b")
-    _, _, head, *alone, total = done.stdout.splitlines()
-    assert head.split() == ["head", "1", "inf", "1", "1"]
-    assert alone == [
-        f"12 tensors 'layers.{{0..11}}.w' are only in {tmp_path / 'a'}",
-        f"tensor 'tail' is only in {tmp_path / 'b'}",
-    ]
-    assert total.startswith("14 of 14 tensors differ: ")
+    _, _, head, _, _, _, layers, tail, total = map(str.split, done.stdout.splitlines())
+    assert head == ["head", "1", "inf", "1", "1"]
+    assert layers == ["layers.{0..11}.w", "12", "A"]
+    assert tail == ["tail", "1", "B"]
+    assert total[:5] == ["14", "of", "14", "tensors", "differ:"]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_comparison_fits_the_terminal(tmp_path, columns):
+    names = (
+        "x" * 500,
+        "模型.权重." + "层" * 60,
+        "layers.0.self_attention.linear_qkv.layer_norm_weight",
+    )
+    for file, number in ("a", 1.0), ("b", 1e-9):
+        tensors = {name: torch.full((9,), number) for name in names}
+        safetensors.torch.save_file(
+            {**tensors, f"{file}.{'y' * 90}": torch.ones(1)}, tmp_path / file
+        )
+    ours, theirs = os.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "shardspec", "diff", "a", "b"]
+    done = subprocess.run(command, stdout=theirs, env=environment, cwd=tmp_path)
+    os.close(theirs)
+    lines = os.read(ours, 10_000).decode().splitlines()
+    os.close(ours)
+    assert done.returncode == 1
+    assert max(map(cell_len, lines)) <= columns
+    assert "5 of 5 tensors differ: 27 of 27 elements differ" in " ".join(lines)
 
 
 def test_values_in_lists_are_the_same_however_formats_nest_them(tmp_path):

@@ -46,7 +46,7 @@ def test_tensors_and_ranks(ckpt):
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
-    assert ["step", "1", "1", "int64", "8", "B"] in lines
+    assert ["step", "1", "1", "8", "B", "int64"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
     assert [r"a.[very].long\tname" * 6, "[R]", "uint8", "3", "3", "B", "replicated"] in lines
     assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
