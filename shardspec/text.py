@@ -12,7 +12,7 @@ from itertools import chain, product, repeat
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
-_NAME_WIDTH: Final = 24
+_NAME_WIDTH: Final = 30
 """Width to which names are shortened before optional columns are omitted."""
 _WRAPPED_WIDTH: Final = 20
 """Width to which texts are wrapped before optional columns are omitted."""
@@ -256,9 +256,15 @@ def fitted(text: str, width: int, most: int) -> str:
     ["mesh '2xq' is no", 'mesh; give sizes as', 'in 2x4']
     >>> fitted("mesh '2xq' is no mesh; give sizes as in 2x4", 20, 2).splitlines()
     ["mesh '2xq' is no", 'm…ve sizes as in 2x4']
+    >>> fitted("axis '" + "x" * 90 + "' is no axis of mesh 2x4", 50, 2).splitlines()
+    ["axis 'xxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxx' is", 'no axis of mesh 2x4']
     """
-    for size in range(most * width, 0, -1):
-        lines = wrapped(shortened(text, size), width)
+    words = printable(text).split(" ")
+    sizes = range(width, _WRAPPED_WIDTH, -4)
+    by_word = ([shortened(word, size) for word in words] for size in sizes)
+    in_all = ([shortened(text, size)] for size in range(most * width, 0, -1))
+    for parts in chain([words], by_word, in_all):
+        lines = wrapped(" ".join(parts), width)
         if sum(-(-_width(line) // width) for line in lines) <= most:
             break
     return "\n".join(lines)

@@ -31,7 +31,7 @@ _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
 _HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("model_types", "without", "unused", *sorted(_TABLES)), (list, "a list")),
-    **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
+    **dict.fromkeys(("prefix", "sizes", "defaults", "aliases", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
 }
 """Keys of a family's TOML besides its rows -> type of the value, and name of the type in errors."""
@@ -78,6 +78,8 @@ class Family(NamedTuple):
     """Size -> expression in keys of the config and other sizes; replaces keys that are null."""
     defaults: Mapping[str, str]
     """Key that a config may lack -> the default of transformers."""
+    aliases: Mapping[str, Sequence[str]]
+    """Key -> its names in configs, as transformers ranks them: the first one present counts."""
     refused: Mapping[str, str]
     """One of `PLACES`, or ``all`` -> the reason why no map leads to or from it."""
 
@@ -178,6 +180,7 @@ def read_family(text: str, name: str) -> Family:
         (*(base.unused if base else ()), *document.get("unused", [])),
         sizes,
         merged("defaults"),
+        {**(base.aliases if base else {}), **document.get("aliases", {})},
         refused,
     )
     if not (family.model_types and family.prefix.keys() >= {"hf", "megatron"}):
@@ -214,6 +217,9 @@ class _Reader:
                 raise self.wrong(
                     str(place), f"unknown place {shown(place)}; use megatron, fused or all"
                 )
+            for names in value.values() if key == "aliases" else ():
+                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                    raise self.wrong(key, f"an alias is a list of keys, not {shown(names)}")
 
     def check_distinct(self, rows: Sequence[Row]) -> None:
         """Raise LayoutError if two rows have the same name in one of `PLACES`."""

@@ -22,6 +22,23 @@ from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 
 _TIED: Final = "tie_word_embeddings"
+_TIES: Final[Mapping[str, str]] = {
+    "tied": "aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid gemma3 glmasr got_ocr2 "
+    "granite_speech granite_speech_plus hyperclovax_vision_v2 internvl janus kimi_k25 lfm2_vl "
+    "lfm3_vl lighton_ocr minicpm_ocr mistral3 moss_transcribe_diarize ovis2 paligemma "
+    "pp_chart2table qwen3_asr",
+    "untied": "aria cosmos3_edge cosmos3_omni exaone4_5 fuyu glm46v glmga idefics2 idefics3 "
+    "llava_next minicpmv4_6 minicpmv4_7 qianfan_ocr smolvlm video_llava vipllava",
+    "either": "fast_vlm llava llava_next_video llava_onevision shieldgemma2 video_llama_3",
+    "text": "blip-2 instructblip instructblipvideo vibevoice",
+    "never": "audioflamingo3 musicflamingo nemo_speechlm qwen2_audio vibevoice_asr voxtral",
+}
+"""Rule by which transformers ties the head -> types of configs around a text model.
+
+`tied` and `untied`: the key at the top decides, or the rule if it is missing; `either`: one of both
+configs suffices; `text`: the text model's config decides.
+"""
+_RULES: Final = {kind: rule for rule, kinds in _TIES.items() for kind in kinds.split()}
 MTP: Final = "mtp.layers."
 """Prefix of Megatron-core's layers for multi-token prediction."""
 
@@ -103,19 +120,17 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])
-    absent = family.defaults.keys() - text_config(config).keys()
+    values = _values(family, config)
+    absent = family.defaults.keys() - values.keys()
     defaults = {name: family.defaults[name] for name in absent}
-    every: dict[str, int | str] = {**family.sizes, **defaults, **config_sizes(config)}
-    # The head belongs to the wrapper, so the wrapper's config decides if it is tied.
-    if "text_config" in config and isinstance(tied := config.get(_TIED), bool):
-        every[_TIED] = int(tied)
+    every: dict[str, int | str] = {**family.sizes, **defaults, **config_sizes(values)}
     known = known_sizes(every)
     count = known.get("{i}")
     if count is None:
         raise _missing_key(family, unknown_root("{i}", every))
     if not 0 < count < 10**6:
         raise LayoutError(f"the config has {count} layers; give a number from 1 to 999999")
-    sparse = moe_layers({**known, **text_config(config)}, count)
+    sparse = moe_layers({**known, **values}, count)
     kinds = {
         "": range(count),
         "moe": sparse,
@@ -164,6 +179,33 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
         )
     numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
     return Model(family, every, tuple(tensors), tuple(copies), numbers)
+
+
+def _values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the keys of a config and of its `text_config`, without aliases."""
+    inner, values = config.get("text_config"), text_config(config)
+    values.pop("text_config", None)
+    if isinstance(inner, Mapping):
+        values[_TIED] = _is_tied(config, bool(inner.get(_TIED, int(family.defaults.get(_TIED, 0)))))
+    plain = {name: value for name, value in values.items() if name not in family.aliases}
+    for key, names in family.aliases.items():
+        for name in names:
+            if name in values:
+                plain[key] = values[name]
+                break
+    return plain
+
+
+def _is_tied(config: Mapping[str, object], text: bool) -> bool:
+    """Return True if the head around a text model is tied; `text`: the text model's own."""
+    own, rule = config.get(_TIED), _RULES.get(str(config.get("model_type")))
+    if rule == "never":
+        return False
+    if rule == "either":
+        return own is True or text
+    if rule != "text" and isinstance(own, bool):
+        return own
+    return rule == "tied" if rule in ("tied", "untied") else text
 
 
 def _tensor(row: Row, prefix: Mapping[str, str], layer: str = "{i}") -> Tensor:

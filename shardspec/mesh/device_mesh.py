@@ -367,8 +367,11 @@ class DeviceMesh:
 
         try:
             made = TorchMesh.from_group(group, device_type, mesh, mesh_dim_names=mesh_dim_names)
-        except (TypeError, ValueError, RuntimeError) as error:  # of torch
-            raise MeshError(f"from_group: {str(error).splitlines()[0]}") from None
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # of torch
+            raise MeshError(
+                f"from_group: {str(error).splitlines()[0]}; give groups, and for several the ids "
+                "and names"
+            ) from None
         return cls.from_torch(made)
 
     def to_torch(self, device_type: str | None = None) -> "TorchMesh":

@@ -304,11 +304,71 @@ def test_layers_without_experts_are_those_that_the_defaults_say():
     assert dense == {0, 1, 2}
 
 
-@pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("inner", [{}, *({"tie_word_embeddings": on} for on in (True, False))])
-def test_the_config_around_a_language_model_says_whether_its_head_is_tied(head, inner):
-    sizes = {**HF["qwen3"]["config"]}
+# Rows: the key missing at the top, true, false; columns: the same in the text model's config.
+@pytest.mark.parametrize(
+    ("wrapper", "text", "tied"),
+    [
+        ("mistral3", "mistral", "TTT TTT FFF"),
+        ("gemma3", "gemma3_text", "TTT TTT FFF"),
+        ("llava_next", "qwen3", "FFF TTT FFF"),
+        ("llava", "qwen3", "FTF TTT FTF"),
+        ("llava", "gemma3_text", "TTF TTT TTF"),
+        ("blip-2", "qwen3", "FTF FTF FTF"),
+        ("voxtral", "qwen3", "FFF FFF FFF"),
+        ("anything", "qwen3", "FTF TTT FFF"),
+    ],
+)
+def test_the_type_of_the_config_around_a_text_model_says_if_its_head_is_tied(wrapper, text, tied):
+    every = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+    sizes = {**HF["qwen3"]["config"], "model_type": text}
     del sizes["tie_word_embeddings"]
-    wrapper = {"model_type": "llava", "tie_word_embeddings": not head}
-    shapes_of = model({**wrapper, "text_config": {**sizes, **inner}}).shapes()
-    assert ("lm_head.weight" in shapes_of) == head
+    for top, row in zip(({}, *every), tied.split(), strict=True):
+        for inner, letter in zip(({}, *every), row, strict=True):
+            own = model({"model_type": wrapper, **top, "text_config": {**sizes, **inner}})
+            assert ("lm_head.weight" in own.shapes()) == (letter == "F"), (top, inner)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("label", "wins", "loses"),
+    [
+        ("qwen3_moe", "num_local_experts", "num_experts"),
+        ("deepseek_v2", "num_experts", "n_routed_experts"),
+        ("deepseek_v3", "num_local_experts", "n_routed_experts"),
+        ("glm4_moe", "num_local_experts", "n_routed_experts"),
+        ("mixtral", "num_experts", "num_local_experts"),
+        ("gpt_oss", "num_experts", "num_local_experts"),
+        ("glm4_moe", "num_nextn_predict_layers", "num_mtp_layers"),
+        ("gpt2", "num_hidden_layers", "n_layer"),
+        ("gpt2", "hidden_size", "n_embd"),
+    ],
+)
+def test_of_two_names_of_a_key_that_counts_which_transformers_takes(label, wins, loses, wrapped):
+    gpt2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 8, "n_layer": 2, "n_head": 4}
+    every = gpt2 if label == "gpt2" else HF[label]["config"]
+    config = {name: value for name, value in every.items() if name not in (wins, loses)}
+
+    def of(**keys: int) -> Shapes:
+        text = {**config, **keys}
+        return model({"model_type": "x", "text_config": text} if wrapped else text).shapes()
+
+    four, eight = of(**{wins: 4}), of(**{wins: 8})
+    assert four != eight
+    assert of(**{loses: 4}) == four
+    assert of(**{loses: 8, wins: 4}) == of(**{wins: 4, loses: 8}) == four
+
+
+@pytest.mark.parametrize("label", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_zero_shared_experts_have_matrices_without_rows_and_null_has_none(label):
+    config = {**HF[label]["config"], "n_shared_experts": 0}
+    files = model(config).shapes()
+    name, hidden = "model.layers.1.mlp.shared_experts.{}_proj.weight", config["hidden_size"]
+    assert files[name.format("gate")] == files[name.format("up")] == (0, hidden)
+    assert files[name.format("down")] == (hidden, 0)
+    own = model(config)
+    for place in ("live", "fused", "megatron", "torch_dist", "sharded"):
+        there = through(chain_of(own, "hf", place), files)
+        assert through(chain_of(own, place, "hf"), there) == files
+    without = model({**config, "n_shared_experts": None}).shapes()
+    assert {**files, **without} == files
+    assert not any("shared_experts" in own_name for own_name in without)

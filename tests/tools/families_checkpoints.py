@@ -2,15 +2,27 @@
 
 Models are built on the meta device. Of a small config each key is left out, or null, and each
 switch that adds or removes tensors is turned: what transformers builds of it, a family says too.
+So it is for random configs, with keys under their other names, and for configs around a text model.
 """
 
+import random
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+)
 
 from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, family_of, shipped_family
@@ -25,7 +37,7 @@ _SWITCHES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qk_norm"), (True, False)),
     "tie_word_embeddings": (True, False),
     "q_lora_rank": (20, None),
-    "n_shared_experts": (1, 2),
+    "n_shared_experts": (0, 1, 2),
     "n_inner": (24, None),
 }
 _LAYERS: Final[Mapping[str, tuple[object, ...]]] = {
@@ -59,6 +71,91 @@ def built(config: Mapping[str, Any]) -> _Shapes | None:
     return {n: tuple(t.shape) for n, t in model.state_dict().items() if n not in tied}
 
 
+def random_configs(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield variants of a config: other sizes and switches, missing keys, other names, orders."""
+    draw = random.Random(seed)
+    own = AutoConfig.for_model(config["model_type"])
+    aliases = own.attribute_map
+    switches = {**_SWITCHES, **{key: _LAYERS[key] for key in _LAYERS if hasattr(own, key)}}
+    switches |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), (4, 8))
+    for number in range(25):
+        made = {key: value for key, value in config.items() if draw.random() < 0.93}
+        for key in draw.sample(sorted(switches), 3):
+            if key in config or key in aliases or draw.random() < 0.3:
+                made[key] = draw.choice(switches[key])
+        for other, key in aliases.items():
+            if key in made and isinstance(value := made[key], int) and draw.random() < 0.5:
+                made[other] = value * draw.choice((1, 2))
+                if draw.random() < 0.3:
+                    del made[key]
+        keys = draw.sample(sorted(made), len(made))
+        yield (
+            f"seed {seed}, {number}: {made}",
+            {key: made[key] for key in keys} | {"model_type": config["model_type"]},
+        )
+
+
+def aliases_differ(model_type: str) -> Iterator[str]:
+    """Yield keys whose other names a family ranks otherwise than transformers does."""
+    family = family_of({"model_type": model_type})
+    words = {word for text in family.sizes.values() for word in text.split()} | {*family.defaults}
+    for other, key in AutoConfig.for_model(model_type).attribute_map.items():
+        if not ({key, other} & (words | {*family.aliases})):
+            continue
+        winners = set()
+        for keys in ((other, key), (key, other)):
+            config = AutoConfig.for_model(model_type, **{name: 2 + (name == key) for name in keys})
+            winners.add((other, key)[getattr(config, key) - 2])
+        ranked = [names for names in family.aliases.values() if {*names} == {other, key}]
+        if len(ranked) != 1 or winners != {ranked[0][0]}:
+            yield f"{model_type}: {winners} wins over {{{other}, {key}}}, not {ranked}"
+
+
+def head_is_tied(config: PreTrainedConfig) -> bool | None:
+    """Return True if transformers' model of a config ties its head; None if it builds none."""
+    for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSpeechSeq2Seq):
+        if type(config) not in auto._model_mapping:
+            continue
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(config)
+                text = type(AutoModel.from_config(config.text_config))
+        except ImportError:  # a vision tower of another package: what the config says
+            return bool(config.tie_word_embeddings)
+        except Exception:  # whatever its classes raise at values that they do not take
+            continue
+        head = model.get_output_embeddings() or getattr(model, "lm_head", None)
+        if head is not None and text in map(type, model.modules()):
+            return head.weight is model.get_input_embeddings().weight
+    return None
+
+
+def ties() -> Iterator[tuple[str, bool | None, bool]]:
+    """Yield configs around a text model: what transformers says of their heads, and what we say."""
+    every: tuple[dict[str, Any], ...] = (
+        {},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+    )
+    cases = [("qwen3", top, inner) for top in every for inner in every] + [("gemma3_text", {}, {})]
+    for model_type, own in CONFIG_MAPPING.items():
+        if model_type == "llama4":  # a family that is refused
+            continue
+        for text_type, top, inner in cases if "text_config" in own.sub_configs else ():
+            text = {"model_type": text_type, **MODELS["qwen3"], **inner}
+            config = {"model_type": model_type, **top, "text_config": text}
+            try:
+                whole = own.from_dict(config)
+                of_text = type(whole.text_config) is CONFIG_MAPPING[text_type]
+                wanted = head_is_tied(whole) if of_text else None
+            except Exception:  # whatever its classes raise at values that they do not take
+                wanted = None
+            if wanted is None:
+                break
+            found = "lm_head.weight" not in model_of(family_of(config), config).shapes()
+            yield f"{model_type} around {text_type}, {top}, {inner}", wanted, found
+
+
 def described(config: Mapping[str, Any]) -> _Shapes:
     """Return the names and shapes that the family of a config says."""
     model = model_of(family_of(config), {**config, "num_nextn_predict_layers": 0})
@@ -84,13 +181,16 @@ def variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main(rows_file: str) -> None:
-    tried, wrong = 0, []
+    wrong: list[str] = []
+    tried = 0
     seen = set()
     every = {**MODELS, **_OTHERS}
     for label, sizes in every.items():
         model_type = type_of(label)
         seen.add(model_type)
-        for what, config in variants({"model_type": model_type, **sizes}):
+        own = {"model_type": model_type, **sizes}
+        wrong += aliases_differ(model_type)
+        for what, config in chain(variants(own), random_configs(own, len(label))):
             wanted = built(config)
             if wanted is None:
                 continue
@@ -104,6 +204,9 @@ def main(rows_file: str) -> None:
                     continue
             if found != wanted:
                 wrong.append(f"{label}, {what}: {difference(found, wanted)}")
+    heads = [*ties()]
+    wrong += [f"{what}: tied {wanted}" for what, wanted, found in heads if wanted != found]
+    tried += len(heads)
     print(
         f"{tried} configs of {len(seen)} families of transformers {transformers.__version__}: "
         f"{len(wrong)} differ",
