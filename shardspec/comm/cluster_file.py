@@ -241,7 +241,7 @@ def _toml(value: object) -> str:
         case Sequence():
             return f"[{', '.join(map(_toml, value))}]"
         case float():
-            return f"{value:g}" if value == int(value) and value < 1e15 else repr(value)
+            return f"{value:g}" if value.is_integer() and value < 1e15 else repr(value)
         case _:
             return str(value)
 

@@ -571,7 +571,7 @@ def _opened(
 
             how = quantize_of(*quantize)
             chosen = options if choice is options else Choice()
-            source = quantized_as(source, how, chosen, config)
+            source = quantized_as(source, how, chosen, config, options.rename)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)
