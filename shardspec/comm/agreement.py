@@ -50,7 +50,7 @@ class Note(NamedTuple):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that exchange notes."""
+        """The ranks that exchange this note, from the bits of `members`."""
         bits = range(self.members.bit_length())
         return frozenset(rank for rank in bits if self.members >> rank & 1)
 

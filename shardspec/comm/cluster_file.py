@@ -69,7 +69,7 @@ class LinkPreset:
         return link
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, ready for JSON."""
+        """Return the fields as a dict of plain values, ready for JSON."""
         joining = self.between
         tables = {
             key: _record(link)
@@ -231,7 +231,7 @@ def _short(number: float) -> float:
 
 
 def _toml(value: object) -> str:
-    """Return a value as TOML."""
+    """Return a plain value as TOML text."""
     match value:
         case str():
             quoted = value.replace("\\", "\\\\").replace('"', '\\"')

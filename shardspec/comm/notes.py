@@ -87,7 +87,7 @@ class Notes:
 
     @property
     def is_mine(self) -> bool:
-        """True in the thread that converts."""
+        """True if the calling thread is the one that converts."""
         return self._owner == threading.get_ident()
 
     @contextmanager

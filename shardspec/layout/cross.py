@@ -286,7 +286,7 @@ class _Candidates:
         return len(self.cuts) * self.layout.mesh.size() * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
-        """Return the layout with the spec at an index."""
+        """Return the layout with the candidate spec at an index."""
         return self.layout.with_spec(spec_of((self.cuts[index], ())))
 
 

@@ -187,7 +187,10 @@ class _Dim:
         return self._sums[varying]
 
     def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
-        """Return (pairs, devices, devices): True where two parts are the same nonempty interval."""
+        """Return (pairs, devices, devices): True if two devices have the same nonempty interval.
+
+        Pair i compares a device's part by axes ``a[i]`` with another's by axes ``b[i]``.
+        """
         lo, hi = self.lo[a][:, self._rows, None], self.hi[a][:, self._rows, None]
         same: npt.NDArray[np.bool_] = lo == self.lo[b][:, None]
         same &= hi == self.hi[b][:, None]

@@ -74,7 +74,7 @@ class StoredLayout(Layout):
         return StoredLayout, (self.mesh, dict(self.stored), self.global_shape, self.dtype)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
-        """Return the boxes of a file."""
+        """Return the boxes of the tensor that a file contains, given the file's number."""
         return list(dict(self.stored).get(physical_id, ()))
 
 

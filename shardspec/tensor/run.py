@@ -173,13 +173,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Map, gradient: Map, *shards: torch.Tensor) -> Shards:  # noqa: ANN401
-        """Apply the function."""
+        """Apply `function` to the shards."""
         ctx.function, ctx.gradient = function, gradient
         return function(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Apply the gradient function."""
+        """Apply `gradient` to the gradients of the results."""
         return (None, None, *_apply(ctx.gradient, ctx.function, grads))
 
 

@@ -476,7 +476,7 @@ class _Changed(Recast):
     def _factors(
         self, delta: _Delta, matrix: int, rows: slice, columns: slice
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """Return the factors of a part of a change, and True if their product is rounded."""
+        """Return (scale * B, A) for a part of a change, and True if their product is rounded."""
         a, b = (self._owner.read(name, self.wide) for name in (delta.a, delta.b))
         right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
         left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]

@@ -193,7 +193,7 @@ class WriteReport:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes read."""
+        """Number of bytes read from all files."""
         return sum(self.reads.values())
 
     @property
@@ -207,7 +207,7 @@ class WriteReport:
         return sum(self.writes.values())
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as a dict of plain values, ready for JSON."""
         return {
             "path": str(self.path),
             "format": self.format,

@@ -66,7 +66,7 @@ class DeltaReport:
     """Digest of the new state."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as a dict of plain values, ready for JSON."""
         return {**asdict(self), "path": str(self.path)}
 
 

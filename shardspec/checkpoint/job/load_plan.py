@@ -207,7 +207,7 @@ class StoredPlan(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the first file."""
+        """The smallest number that stands for a file instead of a device."""
         return min(self.files, default=0)
 
 

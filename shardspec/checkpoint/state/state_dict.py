@@ -193,7 +193,7 @@ def decode_value(value: object) -> object:
                     return {decode_value(key): decode_value(inner) for key, inner in items}
         case None | bool() | int() | float() | str():
             return value
-    raise ValueError("is not an encoded value")
+    raise ValueError("is not a value as sharding_info.json encodes it")
 
 
 def encode_path(path: KeyPath) -> list[object]:

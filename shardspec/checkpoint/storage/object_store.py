@@ -160,7 +160,7 @@ class ObjectPath(StoragePath):
         return entry is not None and (entry.kind != "directory" or bool(self.list()))
 
     def open(self) -> SourceFile:
-        """Open an object."""
+        """Open the object at this URL for reading."""
         entry = self.look()
         if entry is None:
             raise CheckpointError(f"{self}: cannot be read: there is no such file")
@@ -184,7 +184,7 @@ class ObjectPath(StoragePath):
         overwrite: bool,
         mode_of: str | None = None,  # noqa: ARG002  # files have none
     ) -> None:
-        """Upload a file from pieces."""
+        """Upload a file that consists of `pieces`, one after the other."""
         staging = Staging({"": num_bytes}, directory=False, overwrite=overwrite)
         with self.stage(staging) as staged, staged.file("") as write:
             end = 0
@@ -401,7 +401,7 @@ class _Uploads:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Upload a file from start to end."""
+        """Yield a function that uploads a file from start to end."""
         path, end = self._at(name), 0
         with _written(path):
             file = self._open[name] = _open_uncommitted(
