@@ -1,7 +1,4 @@
-"""Checks, before any data moves, that all ranks are about to run the same conversion.
-
-Ranks compare notes: short messages that each rank sends to the others.
-"""
+"""Compares notes (short messages) of all ranks, to check that they run the same conversion."""
 
 import hashlib
 import json

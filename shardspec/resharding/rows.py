@@ -1,8 +1,7 @@
 """Exports a plan as an array of byte copies, so that another library can move the bytes.
 
 A row tells a program to copy `count` runs of `run_bytes` bytes from an offset in the sender's shard
-to an offset in the receiver's shard. `docs/transfers.md` explains all fields, and has a program of
-40 lines that executes rows.
+to an offset in the receiver's. `docs/transfers.md` has all fields, and a program that runs rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

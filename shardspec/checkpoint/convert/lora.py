@@ -107,8 +107,7 @@ def adapted_source(
 
     An adapter has the names of the model in memory, so the base is first renamed to these.
 
-    Raises CheckpointError if the base lacks a tensor that the adapter changes, or if the adapter's
-    method is unknown.
+    Raises CheckpointError if the base lacks an adapted tensor, or the adapter's method is unknown.
     """
     config = config_of(source, names)
     numbered = with_numbers(source, choice.dtype, choice, config)

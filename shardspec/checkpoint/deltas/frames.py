@@ -1,7 +1,6 @@
 """Applies the changes in a delta to the bytes of a tensor while the tensor is read.
 
-The changes of a tensor are one zstd frame. It is decompressed block by block, so memory stays
-bounded.
+The changes of a tensor are one zstd frame, decompressed block by block to bound memory.
 """
 
 import zlib

@@ -207,8 +207,7 @@ def apply_delta(
     Raises
     ------
     CheckpointError
-        If the deltas do not form a chain on this base, or a file is damaged. Then no output appears
-        under its name.
+        If the deltas do not form a chain on this base, or a file is damaged. No output appears.
 
     Examples
     --------

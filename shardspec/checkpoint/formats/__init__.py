@@ -2,8 +2,7 @@
 
 Each format is a module of this folder with a `Format` named `FORMAT`. Another package provides a
 format through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
-Built-in formats are tried first, so a package cannot change how they are read. Modules are imported
-on demand.
+Built-in formats are tried first, so a package cannot change how they are read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -54,8 +54,7 @@ class Described:
 def communicator_of_state(state_dict: Mapping[str, Any], *, alone: bool = False) -> Communicator:
     """Return the communicator of a state dict's largest mesh; other meshes are slices of it.
 
-    Without DTensors it is that of the job or, if `alone`, of this process. Errors are raised on all
-    ranks of the job.
+    Without DTensors it is that of the job or, if `alone`, of this process. All ranks raise errors.
     """
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor

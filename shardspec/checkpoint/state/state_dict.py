@@ -98,8 +98,7 @@ def spread(
 ) -> tuple[dict[str, object], dict[str, KeyPath]]:
     """Return values under the names that `flatten` would give them, and the keys of all names.
 
-    Other formats store a list of dicts as one value. Raises CheckpointError if two values get one
-    name.
+    Other formats store a list of dicts as one value. Raises CheckpointError if two names are equal.
 
     >>> spread({"groups": [{"lr": 1}]}, {})
     ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})

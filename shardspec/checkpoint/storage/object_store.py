@@ -290,8 +290,7 @@ _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
 class RangePrefetcher:
     """Requests ranges of files in a store before one thread reads them, in the same order.
 
-    If the iterator `stretches` raises an error, no more ranges are requested: the reader will get
-    the same error.
+    After an error of the iterator `stretches` no range is requested; the reader gets it, too.
     """
 
     def __init__(

@@ -212,8 +212,7 @@ class StoragePath(PurePosixPath, ABC):
         """Write a file from pieces, which appears once it is complete and flushed.
 
         Its mode and owner are those of the replaced file, or of its neighbor `mode_of`, if the
-        storage has these. After an exception, such as an `OutputExistsError`, the file does not
-        exist.
+        storage has these. After an exception, such as `OutputExistsError`, there is no new file.
         """
 
     @abstractmethod
