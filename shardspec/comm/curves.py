@@ -237,12 +237,12 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def _directness(curve: Curve) -> int:
-    """Return 0 for a collective whose bytes go straight from sender to receiver, 2 for sums."""
+    """Return 0 if bytes go straight to their receiver, 1 if they are forwarded, 2 if summed."""
     return 2 * ("reduce" in curve.kind) + (curve.kind == "all-gather" and curve.nodes > 1)
 
 
 def _bytes_of_device(curve: Curve) -> Fraction:
-    """Return the bytes that a device receives, between hosts from other hosts, per buffer byte."""
+    """Return the bytes that a device receives (with several hosts: from others) per buffer byte."""
     received, each = share(curve.kind, curve.devices), curve.devices // curve.nodes
     if curve.nodes == 1 or curve.kind == PERMUTE_KIND:
         return received

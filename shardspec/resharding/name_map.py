@@ -246,7 +246,8 @@ def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding
                 rows = stacked(source[tensor])
             except SpecSyntaxError as error:
                 raise LayoutError(
-                    f"{source_side[0]!r} {source[tensor]}: {_problem(map_, error, source_side)}"
+                    f"cannot map {source_side[0]!r} {source[tensor]}: "
+                    f"{_problem(map_, error, source_side)}"
                 ) from None
             _bounded(count + prod(map(len, rows.values())))
             every = [binding]
