@@ -1,4 +1,4 @@
-"""Links of mesh axes, and curves: measured seconds of collectives along them, by bytes.
+"""Describes links of mesh axes, and curves: measured seconds of collectives by bytes.
 
 >>> curve = Curve("all-gather", 8, ((1e-5, 4e-12), (4e-5, 2e-12)), (512, 1 << 30))
 >>> [round(curve.seconds(num_bytes) * 1e6) for num_bytes in (10**6, 10**9)]  # microseconds

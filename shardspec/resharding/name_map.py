@@ -1,4 +1,4 @@
-"""Name maps: equations between tensors of two models, as q, k and v equal parts of ``qkv``.
+"""Defines name maps: equations between tensors of two models, as q, k, v equal parts of ``qkv``.
 
 A map is read from TOML. Names may have placeholders for numbers. A view such as "(g q d) c" names
 the factors of each dim (`shardspec.resharding.views`)::
