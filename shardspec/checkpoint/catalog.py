@@ -542,7 +542,7 @@ class RawBytes(NamedTuple):
     """Bytes, or a function that makes them at the time of writing."""
 
     def made(self) -> bytes:
-        """Return the bytes."""
+        """Return `data`, or call it if it is a function."""
         return self.data if isinstance(self.data, bytes) else self.data()
 
 

@@ -101,7 +101,7 @@ class ConversionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on a device at once."""
+        """Maximum bytes of shards on a device during any step."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
     @property

@@ -127,7 +127,7 @@ class NameMap:
         except InputFileError as error:
             raise LayoutError(str(error)) from None
         except (UnicodeDecodeError, LayoutError) as error:
-            raise LayoutError(f"{path}: {error}") from None
+            raise LayoutError(f"{path}: is not a name map: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> "NameMap":
@@ -365,7 +365,7 @@ def _view(
     except SpecSyntaxError as error:
         problem = _problem(map_, error, left, right)
     both = "" if left == right else f" to {right[0]!r} {target}"
-    raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
+    raise LayoutError(f"cannot map {left[0]!r} {source}{both}: {problem}")
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:

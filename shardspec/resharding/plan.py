@@ -302,8 +302,7 @@ class ReshardPlan:
             from itself to itself are in each of them.
         strides
             Strides in bytes of shards with gaps or another order of dims, as in
-            ``{"source": {"w": (4, 32)}}``. A dict of strides by device can take the place of a
-            tensor's strides.
+            ``{"source": {"w": (4, 32)}}``; for one tensor also a dict of strides by device.
 
         Returns
         -------

@@ -87,8 +87,7 @@ def summed_source(
     Raises
     ------
     CheckpointError
-        If the weights do not fit, or tensors differ in names, shapes or dtypes, or in values that
-        cannot be summed.
+        If the weights do not fit, or names, shapes, dtypes or values that are not summed differ.
     """
     factors = check_weights(weights, len(sources))
     _check_model_types(sources)

@@ -107,8 +107,7 @@ def to_scaled(
     """Quantize blocks of a matrix in bfloat16 or float32; return float8_e4m3fn codes and scales.
 
     Numbers are multiplied by 448 · (1 / amax), both factors rounded as in transformers. The scale
-    is the inverse of that product; it is 1 for a block of zeros, or of numbers too small for a
-    scale in float32.
+    is the inverse of that product, or 1 for numbers that are 0 or too small for a float32 scale.
     """
     high, wide = block
     most = _amax(raw, dtype, block, where)

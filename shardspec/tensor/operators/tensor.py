@@ -131,12 +131,12 @@ class TensorLike(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Element type."""
+        """The dtype of the elements."""
         return torch_dtype(self.layout.dtype)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The devices."""
+        """The mesh of the devices that have the shards."""
         return self.layout.mesh
 
     @property
