@@ -91,7 +91,7 @@ class Notes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this thread convert; raises `CommunicatorError` while another thread converts."""
+        """Reserve conversions for this thread; `CommunicatorError` if another thread has them."""
         if os.getpid() != self.job.pid:
             raise CommunicatorError(
                 f"this process is a forked child of rank {self.rank}, not a rank of the job; "

@@ -115,7 +115,7 @@ class Model:
 def model_of(family: Family, config: Mapping[str, object]) -> Model:
     """Return the tensors of a model by its config, with transformers' defaults for missing keys.
 
-    Raises LayoutError if the family is refused, or a size is missing; see `Model.shapes`.
+    Raises LayoutError if the family is not supported, or a size is missing; see `Model.shapes`.
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])

@@ -563,7 +563,7 @@ def _mapped(
     dtype: object,
     dropped: Mapping[str, Shape],
 ) -> tuple[list[TensorMove], set[str]]:
-    """Return the moves from source to target under the maps in turn, and the names with padding."""
+    """Apply name maps one after the other; return the moves, and target names with padding."""
     shapes = {**dropped, **{name: layout.global_shape for name, layout in before.items()}}
     equations: list[Equation] | None = None
     padded: set[str] = set()

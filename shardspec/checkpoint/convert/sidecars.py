@@ -85,7 +85,8 @@ def add_sidecars(
         elif file.num_bytes > _MOST_BYTES:
             problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
         if problem:
-            raise CheckpointError(f"{path}: {problem}; copy only weights, with ", WITHOUT_SIDECARS)
+            why = f"{path}: this file cannot be copied: it {problem}; copy only weights, with "
+            raise CheckpointError(why, WITHOUT_SIDECARS)
         of_model = name in _STATE_DTYPES and dtype is not None
         if of_model or (name == _CONFIG and section is not None):
             file = _restated(file, path, section if name == _CONFIG else None, dtype)
