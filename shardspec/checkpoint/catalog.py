@@ -1,4 +1,4 @@
-"""Types for the contents of checkpoints: tensors, their boxes, and the files of an output."""
+"""Defines types for the contents of checkpoints: tensors, their boxes, and files to write."""
 
 from abc import ABC, abstractmethod
 from array import array

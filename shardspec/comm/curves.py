@@ -1,4 +1,4 @@
-"""Links of mesh axes, and curves: measured seconds of collectives along them, by bytes.
+"""Describes links of mesh axes, and curves: measured seconds of collectives by bytes.
 
 >>> curve = Curve("all-gather", 8, ((1e-5, 4e-12), (4e-5, 2e-12)), (512, 1 << 30))
 >>> [round(curve.seconds(num_bytes) * 1e6) for num_bytes in (10**6, 10**9)]  # microseconds
@@ -237,12 +237,12 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
 
 
 def _directness(curve: Curve) -> int:
-    """Return 0 for a collective whose bytes go straight from sender to receiver, 2 for sums."""
+    """Return 0 if bytes go straight to their receiver, 1 if they are forwarded, 2 if summed."""
     return 2 * ("reduce" in curve.kind) + (curve.kind == "all-gather" and curve.nodes > 1)
 
 
 def _bytes_of_device(curve: Curve) -> Fraction:
-    """Return the bytes that a device receives, between hosts from other hosts, per buffer byte."""
+    """Return the bytes that a device receives (with several hosts: from others) per buffer byte."""
     received, each = share(curve.kind, curve.devices), curve.devices // curve.nodes
     if curve.nodes == 1 or curve.kind == PERMUTE_KIND:
         return received

@@ -1,4 +1,4 @@
-"""The layout-transition graph: every node is a spec, every edge is exactly one step.
+"""Defines the layout-transition graph: every node is a spec, every edge is exactly one step.
 
 >>> start = state_of(ShardingSpec.parse("[S0,R]"))
 >>> for step, state in successors(start, [0, 1]):

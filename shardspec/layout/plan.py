@@ -1,4 +1,4 @@
-"""Conversion plans: the ordered steps between two layouts, with seconds, bytes and memory."""
+"""Defines conversion plans: the steps between two layouts in order, with seconds and bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

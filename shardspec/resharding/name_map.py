@@ -1,4 +1,4 @@
-"""Name maps: equations between tensors of two models, as q, k and v equal parts of ``qkv``.
+"""Defines name maps: equations between tensors of two models, as q, k, v equal parts of ``qkv``.
 
 A map is read from TOML. Names may have placeholders for numbers. A view such as "(g q d) c" names
 the factors of each dim (`shardspec.resharding.views`)::
@@ -246,7 +246,8 @@ def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding
                 rows = stacked(source[tensor])
             except SpecSyntaxError as error:
                 raise LayoutError(
-                    f"{source_side[0]!r} {source[tensor]}: {_problem(map_, error, source_side)}"
+                    f"cannot map {source_side[0]!r} {source[tensor]}: "
+                    f"{_problem(map_, error, source_side)}"
                 ) from None
             _bounded(count + prod(map(len, rows.values())))
             every = [binding]

@@ -1,4 +1,4 @@
-"""`DTensor`, a torch tensor whose elements are sharded over devices, and `distribute_tensor`.
+"""Provides `DTensor`, a torch tensor that is sharded over devices, and `distribute_tensor`.
 
 Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for a
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the

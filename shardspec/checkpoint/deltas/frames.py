@@ -89,7 +89,7 @@ def new_hash(name: str, where: object) -> Hash:
 
 
 def extra(name: str) -> ModuleType:
-    """Return a package of the extra `delta`; raises CheckpointError if it is not installed."""
+    """Import an optional package that deltas need; CheckpointError if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
