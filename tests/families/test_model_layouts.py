@@ -108,7 +108,7 @@ def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
     assert "'dcp'" in said
     assert "is for 2 devices, the mesh has 3" in run(*call, "vllm:tp=2", "--mesh", "3", code=3)
     for beside in (("--names", "fused"), ("--rule", "*", "[R]"), ("--like", folder)):
-        assert "leave out" in run(*call, "vllm:tp=2", *beside, code=2)
+        assert "omit" in run(*call, "vllm:tp=2", *beside, code=2)
     said = run("reshard", folder, "-o", tmp_path / "run", "--layout", "vllm:tp=2", code=2)
     assert "give --model" in said
     assert not (tmp_path / "run").exists()
