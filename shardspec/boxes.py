@@ -43,8 +43,7 @@ def box_size(box: Box) -> int:
 def chunks(box: Box, max_elements: int) -> Iterator[Box]:
     """Split a box into parts of at most `max_elements`, in row-major order.
 
-    Parts are as large as possible, and consist of full rows if a row fits. An empty box has no
-    parts.
+    Parts are as large as possible, and are full rows if a row fits. An empty box has no parts.
 
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]

@@ -88,15 +88,24 @@ def from_safetensors(code: str) -> str:
     return _SAFETENSORS[code]
 
 
-def keeps_dtype(name: str) -> bool:
-    """Return True if a tensor with this name is never cast: a bias that balances experts.
+def is_step_count(name: str) -> bool:
+    """Return True if a tensor with this name counts the steps of an optimizer.
 
-    Such biases are float32, and 16 bits are too few for them.
+    >>> is_step_count("optim.state.up.weight.step"), is_step_count("optimizer.step.up.weight")
+    (True, True)
+    """
+    return name.rpartition(".")[2] == "step" or name.startswith("optimizer.step.")
+
+
+def keeps_dtype(name: str) -> bool:
+    """Return True if a tensor with this name is never cast: a bias of routers, or a step count.
+
+    These are float32, and 16 bits are too few for them: 1001 would become 1000.
 
     >>> keeps_dtype("model.layers.3.mlp.gate.e_score_correction_bias"), keeps_dtype("x.bias")
     (True, False)
     """
-    return name.endswith(("e_score_correction_bias", "router.expert_bias"))
+    return is_step_count(name) or name.endswith(("e_score_correction_bias", "router.expert_bias"))
 
 
 def is_cast(source: str, target: str) -> bool:

@@ -1,4 +1,4 @@
-"""Exceptions that shardspec raises on purpose.
+"""Defines the exceptions that shardspec raises on purpose.
 
 `ShardSpecError` catches them all. Each child also inherits a matching built-in exception, so
 ``except ValueError`` works too. Messages name the values and the remedy.

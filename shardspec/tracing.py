@@ -1,7 +1,7 @@
 """Records the steps of conversions, in a `trace` and as log lines.
 
 ``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
-per step. Steps are ranges of `torch.profiler` too.
+per step. Steps also appear as ranges in `torch.profiler`.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Types for the contents of checkpoints: tensors, their boxes, and the files of an output."""
+"""Defines types for the contents of checkpoints: tensors, their boxes, and files to write."""
 
 from abc import ABC, abstractmethod
 from array import array
@@ -542,7 +542,7 @@ class RawBytes(NamedTuple):
     """Bytes, or a function that makes them at the time of writing."""
 
     def made(self) -> bytes:
-        """Return the bytes."""
+        """Return `data`, or call it if it is a function."""
         return self.data if isinstance(self.data, bytes) else self.data()
 
 

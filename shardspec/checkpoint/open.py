@@ -164,7 +164,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
     for name in names:
         part = part_of_several(name, lambda: names)
         if part is not None:
-            raise CheckpointError(f"{place}: {name} is {part_text(part)}")
+            raise CheckpointError(f"{place}: {name} is one of several files of {part_text(part)}")
     problem = _not_read(names) or _nearby(place, names)
     if not problem:
         *others, last = dict.fromkeys(other.known_by for other in formats() if other.known_by)
@@ -172,7 +172,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
             f"has no {', '.join(others)} or {last}; this is not a checkpoint of a format that is "
             "known, or its save did not finish"
         )
-    raise CheckpointError(f"{place}: {problem}")
+    raise CheckpointError(f"{place}: cannot be opened: it {problem}")
 
 
 def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
@@ -186,7 +186,7 @@ def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place
 def _find_file(place: StoragePath) -> _Place:
     """Return the checkpoint at a file: the file, or the checkpoint of the directory around it."""
     if problem := _not_read((place.name,)):
-        raise CheckpointError(f"{place}: {problem}")
+        raise CheckpointError(f"{place}: cannot be opened: it {problem}")
     with place.open() as file:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes

@@ -103,7 +103,7 @@ class SumOptions:
         return (*checkpoints, *more)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of `merge`."""
+        """Return the options as keyword arguments of `merge`."""
         weights = self.weights
         if self.plus is not None or self.minus is not None:
             scales = (self.plus, self.scale), (self.minus, -self.scale)

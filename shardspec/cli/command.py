@@ -39,7 +39,7 @@ class Option:
     """The option as users type it, if that is not ``--name``."""
 
     def __call__(self, run: Run) -> Run:
-        """Add the option to a command."""
+        """Add the option to the function of a command."""
         words = self.words or (f"--{self.name.replace('_', '-')}",)
         more = {"help": self.help, **self.more}
         return click.option(*words, self.name, cls=_Option, heading=self.heading, **more)(run)

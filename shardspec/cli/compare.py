@@ -101,7 +101,7 @@ def verify_command(
         with progress_bar(not as_json, "digest") as progress:
             flaws += digest(catalog, progress=progress, **how).differences(expected)
         if flaws and not every:
-            raise CheckpointError(f"{checkpoint} and {digests}: {flaws[0]}")
+            raise CheckpointError(f"{checkpoint} does not match {digests}: {flaws[0]}")
     if as_json:
         say_json({**report.to_json(), "flaws": flaws})
     else:

@@ -1,4 +1,4 @@
-"""The commands `shardspec delta make` and `shardspec delta apply`."""
+"""The commands `shardspec delta make` and `delta apply`, for changes between checkpoints."""
 
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final

@@ -1,4 +1,4 @@
-"""The command `shardspec inspect`."""
+"""The command `shardspec inspect`, which shows the tensors, sharding and sizes of a checkpoint."""
 
 import json
 import re

@@ -111,7 +111,8 @@ def _write_links(output: Path, preset: LinkPreset, *, overwrite: bool) -> None:
     links = [link for link in (preset.inside, preset.between) if isinstance(link, Link)]
     accuracy = f"accuracy: {accuracy_text(links) or 'not known; measure more sizes'}"
     say("\n".join(wrapped(accuracy, terminal_width(), "  ")))
-    say(f"{path_text(output)}: links of hosts of {preset.per_node or 'any number of'} devices")
+    hosts = f"of hosts of {preset.per_node} devices" if preset.per_node else "inside one host"
+    say(f"{path_text(output)}: links {hosts}")
 
 
 def _note(title: str, text: str) -> str:

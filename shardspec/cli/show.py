@@ -163,7 +163,7 @@ def _move(
     texts: tuple[str | None, str],
     links: opts.ClusterLinks | None,
 ) -> "ReshardPlan":
-    """Return the plan from one set of layouts of a model to another, which `texts` name."""
+    """Return the plan that moves a model from one layout to another; `texts` name the two."""
     from shardspec.checkpoint.convert.model_names import model_names
     from shardspec.checkpoint.job.plan import plan_reshard
     from shardspec.families.layouts import padded_config, parse_layout

@@ -1,7 +1,4 @@
-"""Checks, before any data moves, that all ranks are about to run the same conversion.
-
-Ranks compare notes: short messages that each rank sends to the others.
-"""
+"""Compares notes (short messages) of all ranks, to check that they run the same conversion."""
 
 import hashlib
 import json
@@ -50,7 +47,7 @@ class Note(NamedTuple):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that exchange notes."""
+        """The ranks that exchange this note, from the bits of `members`."""
         bits = range(self.members.bit_length())
         return frozenset(rank for rank in bits if self.members >> rank & 1)
 

@@ -1,4 +1,4 @@
-"""Clusters: their links inside and between hosts, and the device ids of each host.
+"""Describes clusters: the speed of links inside and between hosts, and the ids on each host.
 
 >>> cluster = Cluster(Link(3e-6, 1 / 362e9), Link(1e-5, 1 / 48e9), per_node=8)
 >>> round(busiest_seconds([(0, 7, 10**9)], cluster.link) * 1e3, 1)  # milliseconds inside a host

@@ -69,7 +69,7 @@ class LinkPreset:
         return link
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, ready for JSON."""
+        """Return the fields as a dict of plain values, ready for JSON."""
         joining = self.between
         tables = {
             key: _record(link)
@@ -231,7 +231,7 @@ def _short(number: float) -> float:
 
 
 def _toml(value: object) -> str:
-    """Return a value as TOML."""
+    """Return a plain value as TOML text."""
     match value:
         case str():
             quoted = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -241,7 +241,7 @@ def _toml(value: object) -> str:
         case Sequence():
             return f"[{', '.join(map(_toml, value))}]"
         case float():
-            return f"{value:g}" if value == int(value) and value < 1e15 else repr(value)
+            return f"{value:g}" if value.is_integer() and value < 1e15 else repr(value)
         case _:
             return str(value)
 
@@ -254,7 +254,7 @@ def read_earlier_profile(path: Path) -> tuple[tuple[int, ...], tuple[Link, ...],
     try:
         root = json.loads(read_input_file(path, MAX_JSON_BYTES))
         if (root["format"], root["version"]) != ("shardspec profile", 1):
-            raise ProfileError(f"format is {shown(root['format'])}")
+            raise ProfileError(f"unsupported format {shown(root['format'])}")
         return _parse_earlier(root)
     except ShardSpecError as error:
         why = str(error).removeprefix(f"{path}: ")

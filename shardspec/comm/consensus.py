@@ -85,4 +85,4 @@ def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str
     for rank in (first, second):
         text = every[rank].get(key, f"no such {key.split()[0]}")
         has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
-    raise on_all_ranks(CheckpointError(f"{key}: {' but '.join(has)}; {remedy}"))
+    raise on_all_ranks(CheckpointError(f"ranks differ in {key}: {' but '.join(has)}; {remedy}"))

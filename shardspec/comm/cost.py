@@ -133,9 +133,8 @@ class CostModel:
         of their ids, joined by `LinkPreset.between`.
 
         `copies` adds the time of local copies; by default it is added if a preset has the memory
-        rate of its devices. Raises `MeshError` for an unknown preset, for `copies` without such a
-        rate, and if the nodes, or the link between them, are unknown; `ProfileError` for a bad
-        file.
+        rate of its devices. Raises `MeshError` for an unknown preset, rate, node size, or link
+        between nodes, and `ProfileError` for a bad file.
 
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])

@@ -1,4 +1,4 @@
-"""Links of mesh axes, and curves: measured seconds of collectives along them, by bytes.
+"""Describes links of mesh axes, and curves: measured seconds of collectives by bytes.
 
 >>> curve = Curve("all-gather", 8, ((1e-5, 4e-12), (4e-5, 2e-12)), (512, 1 << 30))
 >>> [round(curve.seconds(num_bytes) * 1e6) for num_bytes in (10**6, 10**9)]  # microseconds
@@ -203,15 +203,20 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 def exchange_floor(curves: Iterable[Curve]) -> Line:
     """Return the lowest price of an exchange, as (seconds, seconds per received byte).
 
-    With it, an exchange is never cheaper than a measured collective. Reductions do not count.
+    Inside a host, an exchange is not cheaper than a measured collective. Between hosts only bytes
+    from other hosts count: half of an all-to-all on two hosts. A ring of an all-gather uses the
+    ports of all devices of a host, so it counts only if nothing else was measured. Reductions count
+    if there is nothing else either.
 
     >>> exchange_floor([Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))])
     (1e-05, 2e-12)
     """
+    ranked = [(_directness(curve), curve) for curve in curves]
+    best = min((rank for rank, _ in ranked), default=0)
     costs = [
-        [(fixed, slope / float(share(curve.kind, curve.devices))) for fixed, slope in curve.lines]
-        for curve in curves
-        if "reduce" not in curve.kind
+        [(fixed, slope / float(_bytes_of_device(curve))) for fixed, slope in curve.lines]
+        for rank, curve in ranked
+        if rank == best
     ]
     per_byte = max((min(slope for _, slope in lines) for lines in costs), default=0.0)
     crossings = (
@@ -229,6 +234,21 @@ def exchange_floor(curves: Iterable[Curve]) -> Line:
         default=0.0,
     )
     return max(start, 0.0), per_byte
+
+
+def _directness(curve: Curve) -> int:
+    """Return 0 if bytes go straight to their receiver, 1 if they are forwarded, 2 if summed."""
+    return 2 * ("reduce" in curve.kind) + (curve.kind == "all-gather" and curve.nodes > 1)
+
+
+def _bytes_of_device(curve: Curve) -> Fraction:
+    """Return the bytes that a device receives (with several hosts: from others) per buffer byte."""
+    received, each = share(curve.kind, curve.devices), curve.devices // curve.nodes
+    if curve.nodes == 1 or curve.kind == PERMUTE_KIND:
+        return received
+    if curve.kind in ("all-to-all", EXCHANGE_KIND):
+        return Fraction(curve.devices - each, curve.devices)
+    return received / each
 
 
 def copies(step: Step, devices: int) -> int:

@@ -1,8 +1,7 @@
 """Exchanges notes (short texts) between ranks before data moves, to agree or to report an error.
 
 A rank that fails sends the error in place of a note. It also writes the error to the store of the
-process group, from which other ranks read it after a timeout. Only one thread of a process may
-convert at a time.
+process group, from which other ranks read it after a timeout. Threads convert one at a time.
 """
 
 import json
@@ -87,7 +86,7 @@ class Notes:
 
     @property
     def is_mine(self) -> bool:
-        """True in the thread that converts."""
+        """True if the calling thread is the one that converts."""
         return self._owner == threading.get_ident()
 
     @contextmanager

@@ -70,7 +70,7 @@ def link_between(preset: LinkPreset) -> Link | None:
     try:
         link = link_preset(joining).link
     except MeshError as error:
-        raise ProfileError(f"{preset.name}: between: {error}") from None
+        raise ProfileError(f"{preset.name}: the link between hosts is wrong: {error}") from None
     if link.port is None:
         raise ProfileError(f"{preset.name}: between={joining} does not join hosts; name another")
     return link
@@ -80,8 +80,7 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], 
     """Return the link of each axis of a mesh, and the cluster, given the names of presets.
 
     If the axes inside hosts have more devices than a host, they fill several hosts in the order of
-    their ids. Raises `MeshError` if hosts cut an axis unevenly, or if the link between them is
-    unknown.
+    their ids. Raises `MeshError` if hosts split an axis unevenly, or no link between them is known.
     """
     chosen = {name: link_preset(name) for name in names}
     links = [chosen[name].link for name in names]

@@ -1,4 +1,4 @@
-"""Steps of a plan as plain values: each is one collective or one local move.
+"""Defines the steps of a plan as plain values: each is one collective or one local move.
 
 Several axes of one step share one collective. `backward` follows the convention of
 `torch.distributed.tensor`: a device receives the gradient of its box of the global tensor, so

@@ -218,7 +218,10 @@ def _plans(
     converter: LayoutConverter,
     moves: dict[_Move, int],
 ) -> list[object] | None:
-    """Return the index of the naive plan, then the plans as indices into `moves`; add new moves."""
+    """Return the index of the naive plan, then each plan as a list of move numbers.
+
+    Moves that `moves` lacks are added to it.
+    """
     if not set(target.spec.partials) <= set(source.spec.partials):
         return None
     plans = list(converter.alternatives(source, target, _PLANS))

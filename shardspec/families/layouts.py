@@ -1,8 +1,4 @@
-"""Computes how a trainer or an inference engine shards each tensor of a model.
-
-`model_layouts` shows an example: ``"vllm:tp=2"`` shards a fused q, k, v matrix as
-``[S(tp){8,8,8},R]``.
-"""
+"""Computes how a trainer or an inference engine, as in "vllm:tp=2", shards a model's tensors."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -33,10 +33,10 @@ _TIES: Final[Mapping[str, str]] = {
     "text": "blip-2 instructblip instructblipvideo vibevoice",
     "never": "audioflamingo3 musicflamingo nemo_speechlm qwen2_audio vibevoice_asr voxtral",
 }
-"""Rule by which transformers ties the head -> types of configs around a text model.
+"""Rule for tied heads in transformers -> model types with a text model inside.
 
-`tied` and `untied`: the key at the top decides, or the rule if it is missing; `either`: one of both
-configs suffices; `text`: the text model's config decides.
+`tied` and `untied`: the outer config decides, and this is its default; `either`: one of the two
+configs is enough; `text`: the config of the text model decides.
 """
 _RULES: Final = {kind: rule for rule, kinds in _TIES.items() for kind in kinds.split()}
 MTP: Final = "mtp.layers."
@@ -119,8 +119,7 @@ class Model:
 def model_of(family: Family, config: Mapping[str, object]) -> Model:
     """Return the tensors of a model by its config, with transformers' defaults for missing keys.
 
-    Raises LayoutError if the family is refused, or a size is missing. `Model.shapes` has an
-    example.
+    Raises LayoutError if the family is refused, or a size is missing; see `Model.shapes`.
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])
@@ -209,7 +208,7 @@ def _values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _is_tied(config: Mapping[str, object], text: bool) -> bool:
-    """Return True if the head around a text model is tied; `text`: the text model's own."""
+    """Return True if a model with a text model ties its head; `text` is the text model's value."""
     own, rule = config.get(_TIED), _RULES.get(str(config.get("model_type")))
     if rule == "never":
         return False

@@ -1,6 +1,6 @@
 """Recognizes whose names the tensors of a checkpoint have: transformers', Megatron's or vLLM's.
 
-Names may have any prefix:
+Names may have any prefix, such as ``actor.``:
 
 >>> spelling = Spelling(base="model.", inner="actor.model.", outer="actor.")
 >>> spelling.plain("actor.lm_head.weight", ()), spelling.spelled("model.norm.weight")
@@ -41,7 +41,7 @@ class Spelling(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if names of source and format are equal."""
+        """True if names in the source have the prefix of the format."""
         return self.inner == self.base and not self.outer
 
     def plain(self, name: str, forms: Collection[str]) -> str:

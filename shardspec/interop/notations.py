@@ -1,4 +1,4 @@
-"""Translates specs to and from the notations of torch, JAX and Colossal-AI.
+"""Converts specs to and from the notations of torch, JAX and Colossal-AI.
 
 Only functions with placements of torch import another library. A spec that the other notation
 cannot express raises `LossyConversionError`; an axis that the mesh lacks raises `AxisError`.

@@ -1,7 +1,7 @@
 """Prices redistributions for planners that use torch's `DTensorSpec`, such as AutoParallel.
 
-`redistribute_cost` has the signature of torch's function of that name and also returns
-microseconds; its method `many` prices all edges of a graph at once.
+`redistribute_cost` has the signature and the unit (microseconds) of torch's function of that name;
+its method `many` prices a list of conversions at once.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,1 +1,1 @@
-"""Sharding specs and layouts, and the search for the cheapest conversion between two layouts."""
+"""Defines sharding specs and layouts, and finds the cheapest conversion between two layouts."""

@@ -15,9 +15,8 @@ from shardspec.mesh.device_mesh import Axis, DeviceMesh
 def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return a mesh of all devices, and the layouts rewritten for it with the same boxes.
 
-    Meshes 2x2 and 4x1 give 2x2; 2x3 and 3x2 have no common mesh. Without a common mesh, or if the
-    meshes have different devices, the layouts are returned unchanged. Pending reductions are
-    dropped.
+    Meshes 2x2 and 4x1 give 2x2; 2x3 and 3x2 have no common mesh. Then, or if meshes have different
+    devices, the layouts are returned unchanged. Pending reductions are dropped.
 
     Examples
     --------

@@ -91,8 +91,7 @@ class LayoutConverter:
 
         Examples
         --------
-        Four devices send to four others. Each first cuts its shard in half, so that every byte is
-        sent once.
+        Four devices send to four others. Each first halves its shard, so every byte is sent once.
 
         >>> from shardspec import DeviceMesh
         >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
@@ -131,8 +130,7 @@ class LayoutConverter:
         is considered. No plan visits a layout twice, and several slices in a row visit all layouts
         between them, so no plan gathers a tensor only to slice it again.
 
-        Raises what `plan` raises, and `LayoutError` between two meshes or for more than 1,500
-        reachable layouts.
+        Raises what `plan` raises, and `LayoutError` for two meshes or more than 1,500 layouts.
 
         Examples
         --------

@@ -13,9 +13,8 @@
 
 An exchange treats the devices of both meshes as a single mesh: devices outside the source's mesh
 have empty boxes before, and devices outside the target's mesh have empty boxes after. It may
-connect any spec of the first mesh with any spec of the second. The price of a pair of specs needs a
-list of all copies, so pairs are priced in ascending order of a lower bound, until no remaining pair
-can be cheaper.
+connect any spec of the first mesh with any spec of the second. To price a pair of specs, all copies
+are listed; so pairs are priced in order of a lower bound until no other pair can be cheaper.
 """
 
 from bisect import bisect_left, bisect_right
@@ -286,7 +285,7 @@ class _Candidates:
         return len(self.cuts) * self.layout.mesh.size() * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
-        """Return the layout with the spec at an index."""
+        """Return the layout with the candidate spec at an index."""
         return self.layout.with_spec(spec_of((self.cuts[index], ())))
 
 

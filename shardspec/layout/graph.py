@@ -1,4 +1,4 @@
-"""The layout-transition graph: every node is a spec, every edge is exactly one step.
+"""Defines the layout-transition graph: every node is a spec, every edge is exactly one step.
 
 >>> start = state_of(ShardingSpec.parse("[S0,R]"))
 >>> for step, state in successors(start, [0, 1]):
@@ -16,8 +16,7 @@ Slices are free, so the graph has only slices along single axes; plans join them
 all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of more axes. If there are
 more pending axes, a reduction finishes one of them or all.
 
-A matrix (states, states) has the seconds of the step from the row's state to the column's; inf if
-no single step leads there.
+A matrix (states, states) has the seconds of the step from the row's state to the column's, or inf.
 """
 
 from collections import defaultdict, deque

@@ -1,4 +1,4 @@
-"""Layouts: mesh, spec, shape and dtype of a tensor, from which the box of each device follows."""
+"""Defines layouts: mesh, spec, shape and dtype of a tensor, which give the box of each device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

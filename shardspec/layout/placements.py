@@ -59,8 +59,7 @@ def is_placements(value: object) -> bool:
 def own_placements(placements: object) -> tuple[Placement, ...]:
     """Return torch's placements as `Placement` values of this module.
 
-    Raises `LayoutError` for other objects, and `LossyConversionError` for a masked or scaled
-    partial.
+    Raises `LayoutError` for other objects, `LossyConversionError` for masked or scaled partials.
     """
     assert isinstance(placements, Sequence)
     types = sys.modules.get(_MODULE)

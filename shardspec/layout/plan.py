@@ -1,4 +1,4 @@
-"""Conversion plans: the ordered steps between two layouts, with seconds, bytes and memory."""
+"""Defines conversion plans: the steps between two layouts in order, with seconds and bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ class ConversionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on a device at once."""
+        """Maximum bytes of shards on a device during any step."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
     @property
@@ -109,12 +109,20 @@ class ConversionPlan:
         """A sentence about the accuracy of the modeled seconds."""
         return known_error([self])
 
+    @property
+    def _between_hosts(self) -> Link | None:
+        """The link between hosts, if the two meshes are on several hosts."""
+        cluster = None if self.target_model is None else self.model.cluster
+        ids = {*self.source.mesh.ids, *self.target.mesh.ids}
+        return cluster.between if cluster and len(cluster.by_host(ids)) > 1 else None
+
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
 
         def plain(value: object) -> object:
             return list(value) if isinstance(value, tuple) else value
 
+        between = self._between_hosts
         rows = zip(self.moves, self.step_seconds, self.step_bytes, self.live_bytes, strict=True)
         return {
             "source": str(self.source.spec),
@@ -125,6 +133,7 @@ class ConversionPlan:
             "dtype": self.source.dtype,
             "link_model": self.model.link_model,
             "links": [link.as_dict() for link in self.model.links],
+            **({"between": between.as_dict()} if between else {}),
             "known_error": self.known_error,
             "steps": [
                 {
@@ -209,6 +218,8 @@ class ConversionPlan:
             for model, layout in ((self.model, source), (self.target_model, target))
             if model is not None
         )
+        if between := self._between_hosts:
+            links += f"; between hosts {between}"
         width = terminal_width()
         lines = (f"per device; {links}", f"accuracy: {self.known_error}")
         notes = chain.from_iterable(wrapped(line, width, "  ") for line in lines)

@@ -89,7 +89,7 @@ class Prices:
         return np.where(np.isfinite(self.seconds), live, np.inf)
 
     def state(self, layout: Layout) -> int:
-        """Return the index of a layout's state."""
+        """Return the index of a layout's spec among the states of the space."""
         return self.space.index[state_of(layout.spec)]
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":

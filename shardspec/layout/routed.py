@@ -10,8 +10,7 @@
 Every device gets the elements it lacks from the nearest holders. Equally near holders of the same
 box share the sending. A link takes ``alpha + bytes * beta`` seconds for a device. An exchange takes
 as long as its busiest device, and a permute as long as the slowest link used. On a shared bus the
-bytes of all devices add up instead. Such a price is the maximum of a few lines
-``fixed + slope * elements``.
+bytes of all devices add up. So a price is the maximum of a few lines ``fixed + slope * elements``.
 """
 
 from collections.abc import Sequence
@@ -53,8 +52,7 @@ def value_at(lines: LineArrays, x: float) -> Floats:
 def pruned(fixed: Floats, slope: Floats) -> LineArrays:
     """Return the lines that are the highest at some ``x >= 0``; they are usually few.
 
-    The maximum of the lines found so far is convex, so a line that rises above it does so where
-    two of them cross.
+    Their maximum is convex, so a line that rises above it does so where two of them cross.
 
     >>> pruned(np.array([3.0, 1.0, 0.0]), np.array([0.0, 0.1, 2.0]))
     (array([3., 0.]), array([0., 2.]))
@@ -187,7 +185,10 @@ class _Dim:
         return self._sums[varying]
 
     def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
-        """Return (pairs, devices, devices): True where two parts are the same nonempty interval."""
+        """Return (pairs, devices, devices): True if two devices have the same nonempty interval.
+
+        Pair i compares a device's part by axes ``a[i]`` with another's by axes ``b[i]``.
+        """
         lo, hi = self.lo[a][:, self._rows, None], self.hi[a][:, self._rows, None]
         same: npt.NDArray[np.bool_] = lo == self.lo[b][:, None]
         same &= hi == self.hi[b][:, None]

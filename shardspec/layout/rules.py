@@ -82,8 +82,7 @@ def winning_patterns(
 ) -> dict[str, str]:
     """Return the last pattern that matches each name; skip names that no pattern matches.
 
-    Raises `LayoutError` for a pattern that matches no name, or only names that later patterns
-    match too.
+    Raises `LayoutError` for a pattern without a match, or whose names all match later patterns.
 
     >>> winning_patterns(["*", "*.bias"], ["up.weight", "up.bias"])
     {'up.weight': '*', 'up.bias': '*.bias'}

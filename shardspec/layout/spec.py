@@ -1,4 +1,4 @@
-"""Sharding specs: how the mesh axes shard the dims of a tensor."""
+"""Defines sharding specs, which tell how the mesh axes shard the dims of a tensor."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""Device meshes (device ids in a grid), and the process groups of a job."""
+"""Defines device meshes (device ids in a grid), and makes the process groups of a job."""

@@ -1,4 +1,4 @@
-"""The device mesh: device ids arranged in a grid.
+"""Defines the device mesh: device ids arranged in a grid.
 
 An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is a plain value
 without process groups, so planning needs no job, no GPU and no rank.

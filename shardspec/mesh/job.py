@@ -149,7 +149,8 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
         try:
             torch.device(device_type)
         except RuntimeError as error:
-            raise MeshError(f"device type {device_type!r}: {str(error).splitlines()[0]}") from None
+            why = str(error).splitlines()[0]
+            raise MeshError(f"device type {device_type!r} cannot be used: {why}") from None
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise CommunicatorError(

@@ -156,7 +156,8 @@ def fitted_links(
         curves = tuple(fit(sorted(points)) for points, fit in fitted)
         errors = [each for points, fit in fitted for each in unseen_errors(sorted(points), fit)]
         start, per_byte = exchange_floor(curves)
-        link = Link(0.0, per_byte, name, start, curves, error=middle_and_most(errors))
+        named = f"{name} between hosts" if several else name
+        link = Link(0.0, per_byte, named, start, curves, error=middle_and_most(errors))
         links.append(link if curves else None)
     inside, joining = links
     if inside is None or not any(curve.kind in KINDS for curve in inside.curves):

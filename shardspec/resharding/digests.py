@@ -244,7 +244,7 @@ class Digests(Mapping[str, TensorDigest]):
             try:
                 total[name] = first + second
             except LayoutError as error:
-                raise CheckpointError(f"{shown(name)}: {error}") from None
+                raise CheckpointError(f"cannot add digests of {shown(name)}: {error}") from None
         return Digests(total, self.seed)
 
     def require_complete(self) -> "Digests":
@@ -329,7 +329,7 @@ class Digests(Mapping[str, TensorDigest]):
                 dtype = from_safetensors(str(fields.get("dtype")))
                 tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed, cover)
             except (DTypeError, CheckpointError) as error:
-                raise wrong(f"{shown(name)}: {error}") from None
+                raise wrong(f"the digest of {shown(name)} is invalid: {error}") from None
         digests = cls(tensors, seed)
         if stored.get("value") != digests.value:
             raise wrong(

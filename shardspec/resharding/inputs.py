@@ -189,7 +189,7 @@ def shard_of(
     try:
         check_dense(shard)
     except LayoutError as error:
-        raise LayoutError(f"{label}: {error}") from None
+        raise LayoutError(f"{label} cannot be used: {error}") from None
     if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise LayoutError(f"{label} is a {type(shard).__name__}, which wraps tensors; give these")
     if not has_memory(shard):
@@ -282,8 +282,7 @@ def check_equal(pair: tuple[str, str] | None) -> None:
 def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, object]:
     """Return the plain values by name, after checking that all devices have equal ones.
 
-    `pickled` maps each device to its values. Raises LayoutError if values differ, or if no device
-    has one of them.
+    `pickled` maps each device to its values. Raises LayoutError for different or missing values.
     """
     # Most devices have equal bytes, which are unpickled once.
     dicts: dict[bytes, dict[str, object]] = {}
@@ -440,8 +439,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     """Return the layout of each tensor that any rank has, by name; None for plain values.
 
     All ranks call this; ranks without tensors pass ``{}``. Of copies on disjoint meshes, that of
-    the lowest rank counts. Raises LayoutError on all ranks if two ranks lay out a tensor
-    differently.
+    the lowest rank counts. All ranks raise LayoutError if two ranks lay out a tensor differently.
     """
     ranks = range(dist.get_world_size())
     communicator = ProcessGroupCommunicator.of(DeviceMesh(ranks))

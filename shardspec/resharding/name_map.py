@@ -1,4 +1,4 @@
-"""Name maps: equations between tensors of two models, as q, k and v equal parts of ``qkv``.
+"""Defines name maps: equations between tensors of two models, as q, k, v equal parts of ``qkv``.
 
 A map is read from TOML. Names may have placeholders for numbers. A view such as "(g q d) c" names
 the factors of each dim (`shardspec.resharding.views`)::
@@ -127,7 +127,7 @@ class NameMap:
         except InputFileError as error:
             raise LayoutError(str(error)) from None
         except (UnicodeDecodeError, LayoutError) as error:
-            raise LayoutError(f"{path}: {error}") from None
+            raise LayoutError(f"{path}: is not a name map: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> "NameMap":
@@ -246,7 +246,8 @@ def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding
                 rows = stacked(source[tensor])
             except SpecSyntaxError as error:
                 raise LayoutError(
-                    f"{source_side[0]!r} {source[tensor]}: {_problem(map_, error, source_side)}"
+                    f"cannot map {source_side[0]!r} {source[tensor]}: "
+                    f"{_problem(map_, error, source_side)}"
                 ) from None
             _bounded(count + prod(map(len, rows.values())))
             every = [binding]
@@ -365,7 +366,7 @@ def _view(
     except SpecSyntaxError as error:
         problem = _problem(map_, error, left, right)
     both = "" if left == right else f" to {right[0]!r} {target}"
-    raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
+    raise LayoutError(f"cannot map {left[0]!r} {source}{both}: {problem}")
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:

@@ -88,7 +88,7 @@ class ReshardPlan:
     6          0 B       96 B
     busiest sender 48 B (even share of 4 senders: 48 B)
     busiest receiver 96 B (even share of 2 receivers: 96 B)
-    8 pairs of devices, peak 192 B, 23 µs
+    8 pairs of devices, peak 192 B, 23 µs over assumed h100-nvswitch
     """
 
     moves: tuple[TensorMove, ...]
@@ -302,8 +302,7 @@ class ReshardPlan:
             from itself to itself are in each of them.
         strides
             Strides in bytes of shards with gaps or another order of dims, as in
-            ``{"source": {"w": (4, 32)}}``. A dict of strides by device can take the place of a
-            tensor's strides.
+            ``{"source": {"w": (4, 32)}}``; for one tensor also a dict of strides by device.
 
         Returns
         -------
@@ -354,7 +353,8 @@ def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
         )
     lines.append(
         f"{counted(len(copies.traffic), 'pair')} of devices, "
-        f"peak {bytes_text(plan.peak_bytes)}, {seconds_text(plan.cost_seconds)}"
+        f"peak {bytes_text(plan.peak_bytes)}, {seconds_text(plan.cost_seconds)} over "
+        f"{copies.cluster.inside.name}"
     )
     if between := plan.bytes_between_hosts:
         once = " (each byte once to a host)" if len(copies.stages) > 1 else ""

@@ -84,8 +84,7 @@ def receipt_of(
 ) -> Receipt:
     """Compare digests of source and target, and return the receipt; all ranks call this.
 
-    Raises CommunicatorError on every rank if a tensor has not arrived unchanged, or if replicas
-    differ.
+    Every rank raises CommunicatorError if a tensor has not arrived unchanged, or replicas differ.
     """
     boxes: dict[int, _Boxes] = gather({d: _boxes(plan, own) for d, own in shards.items()})
 

@@ -1,8 +1,7 @@
 """Exports a plan as an array of byte copies, so that another library can move the bytes.
 
 A row tells a program to copy `count` runs of `run_bytes` bytes from an offset in the sender's shard
-to an offset in the receiver's shard. `docs/transfers.md` explains all fields, and has a program of
-40 lines that executes rows.
+to an offset in the receiver's. `docs/transfers.md` has all fields, and a program that runs rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,7 +104,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
             f"device {shown(device)} is not in the plan, whose devices are {id_list(plan.devices)}"
         )
     if plan.devices[-1] >= 2**32:
-        raise LayoutError(f"device id {plan.devices[-1]} does not fit the 32 bits of a row")
+        raise LayoutError(f"device id {plan.devices[-1]} is too large for rows; use less than 2^32")
     for move in plan.moves:
         if move.source.dtype != move.target.dtype:
             raise LayoutError(

@@ -2,8 +2,7 @@
 
 Senders of replicated boxes are chosen for all tensors together, so that the busiest sends least.
 Between hosts a plan has up to three stages: a byte goes from its source to one device of a host,
-from there to other hosts that need it, and in each host to the other devices. So each byte enters a
-host once.
+from there to other hosts that need it, and in each host to the other devices.
 """
 
 from collections import Counter, defaultdict
@@ -74,7 +73,7 @@ class StoredLayout(Layout):
         return StoredLayout, (self.mesh, dict(self.stored), self.global_shape, self.dtype)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
-        """Return the boxes of a file."""
+        """Return the boxes of the tensor that a file contains, given the file's number."""
         return list(dict(self.stored).get(physical_id, ()))
 
 
@@ -473,8 +472,7 @@ def in_stages(
     each receive a part of it, and pass the part on inside. If `passed_on`, boxes that
     several hosts need leave the source once: every host gets a part first, and passes it on to the
     others, so that hosts share the sending evenly. If `from_one_host`, the busiest host sends
-    least, else the busiest device. `width_of` returns the bytes of an element of a tensor in the
-    target.
+    least, else the busiest device. `width_of` returns the bytes of an element in the target.
     """
     if passed_on:
         far = list(_with_centers(far, cluster))

@@ -183,7 +183,7 @@ def stated_layout(name: str, value: object) -> Layout | None:
     try:
         return layout_of(value)
     except ShardSpecError as error:
-        raise LayoutError(f"{name!r}: {error}") from None
+        raise LayoutError(f"the layout of {name!r} cannot be used: {error}") from None
 
 
 def required_layout(name: str, value: object) -> Layout:

@@ -1,4 +1,4 @@
-"""Views: texts such as ``"(g q d) c"`` that split the dims of a tensor into named factors.
+"""Parses views: texts such as ``"(g q d) c"`` that split the dims of a tensor into named factors.
 
 This view splits dim 0 into the factors `g`, `q` and `d`, as in einops. A view of a source and a
 view of a target with the same names are an equation: the element at indices ``g, q, d, c`` of the

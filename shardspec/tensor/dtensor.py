@@ -1,4 +1,4 @@
-"""`DTensor`, a torch tensor whose elements are sharded over devices, and `distribute_tensor`.
+"""Provides `DTensor`, a torch tensor that is sharded over devices, and `distribute_tensor`.
 
 Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for a
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the
@@ -204,8 +204,7 @@ class DTensor(Differentiable):
 
         torch's words: `shape` is `global_shape`. `stride` has no effect. `run_check` is refused,
         since shapes and dtypes are always compared, and no rank's values replace another's.
-        `grad_placements` must be the placements with pending reductions finished, in which
-        gradients arrive.
+        `grad_placements` must be the placements of gradients: pending reductions are finished.
 
         Examples
         --------
@@ -416,8 +415,7 @@ class DTensor(Differentiable):
 
         `device_mesh` may have the same devices in another shape or order, or other devices. Every
         rank of either mesh calls this, and other ranks may. A rank outside this mesh calls it on
-        ``DTensor.from_shards({}, layout)``; a rank outside the other mesh gets a tensor without
-        shards.
+        ``DTensor.from_shards({}, layout)``; one outside the other gets a tensor without shards.
 
         torch's words: with `async_op` too the result is complete when the call returns. The dtypes
         must be that of the tensor.

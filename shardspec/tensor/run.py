@@ -37,8 +37,7 @@ def run_conversion(
     """Carry out a plan on this process's shards (device id -> shard); return the target's shards.
 
     The communicator is that of the source's mesh. With `back`, convert gradients of the target to
-    those of the source: the steps are undone in reverse order, and reductions must be sums or
-    means.
+    those of the source: steps are undone in reverse order; reductions must be sums or means.
     """
     shards, numbers = dict(shards), range(len(plan.steps))
     note = "backward" if back else "forward"
@@ -173,13 +172,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Map, gradient: Map, *shards: torch.Tensor) -> Shards:  # noqa: ANN401
-        """Apply the function."""
+        """Apply `function` to the shards."""
         ctx.function, ctx.gradient = function, gradient
         return function(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Apply the gradient function."""
+        """Apply `gradient` to the gradients of the results."""
         return (None, None, *_apply(ctx.gradient, ctx.function, grads))
 
 

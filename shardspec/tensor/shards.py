@@ -43,7 +43,7 @@ def communicator_for(
     """Return `communicator`, or by default that of the running job for this mesh.
 
     Raises `LayoutError` if it is for another mesh or there is no mesh, and `CommunicatorError` on a
-    rank outside the mesh if the caller `needs_shards`.
+    rank outside the mesh if `needs_shards` says what that rank cannot do.
     """
     mesh = checked_mesh(mesh)
     chosen = communicator_of(mesh) if communicator is None else communicator

@@ -291,17 +291,23 @@ def drop(*keys):
         (drop("format"), "format is missing"),
         (put("save", 7), "save should be a string but is 7"),
         (drop("mesh"), "mesh is missing"),
-        (put("mesh", "ids", [0, 0, 1, 2, 3, 4]), "mesh: device id 0 appears more than once"),
+        (
+            put("mesh", "ids", [0, 0, 1, 2, 3, 4]),
+            "mesh is invalid: device id 0 appears more than once",
+        ),
         (put("mesh", "ids", [-1, 0, 1, 2, 3, 4]), "mesh.ids should be a list of whole numbers"),
-        (put("mesh", "shape", [2, 2]), "mesh: mesh shape 2x2 needs 4 device ids, but 6 were given"),
+        (
+            put("mesh", "shape", [2, 2]),
+            "mesh is invalid: mesh shape 2x2 needs 4 device ids, but 6 were given",
+        ),
         (put("mesh", "shape", [1.5]), "mesh.shape should be a list of whole numbers from 0"),
-        (put("mesh", "axis_names", ["a", "a"]), "mesh: axis names ('a', 'a') repeat"),
+        (put("mesh", "axis_names", ["a", "a"]), "mesh is invalid: axis names ('a', 'a') repeat"),
         (drop("mesh", "axis_names"), "mesh.axis_names is missing"),
         (put("tensors", []), "tensors should be an object but is []"),
         (put("tensors", "w", "shape", [8, -7]), "tensors['w'].shape should be a list of whole"),
         (
             put("tensors", "w", "shape", [8]),
-            "tensors['w'] of spec '[S0,S1]': spec [S0,S1] is for 2 dims",
+            "tensors['w'] with spec '[S0,S1]' is invalid: spec [S0,S1] is for 2 dims",
         ),
         (
             put("tensors", "w", "shape", [1] * 65),
@@ -309,16 +315,19 @@ def drop(*keys):
         ),
         (
             put("tensors", "w", "dtype", "I33"),
-            "tensors['w'] of spec '[S0,S1]': unknown safetensors dtype 'I33'",
+            "tensors['w'] with spec '[S0,S1]' is invalid: unknown safetensors dtype 'I33'",
         ),
-        (put("tensors", "w", "spec", "[S0,X]"), "tensors['w'] of spec '[S0,X]': expected R or S"),
+        (
+            put("tensors", "w", "spec", "[S0,X]"),
+            "tensors['w'] with spec '[S0,X]' is invalid: expected R or S",
+        ),
         (
             put("tensors", "w", "spec", "[S0,S0]"),
-            "tensors['w'] of spec '[S0,S0]': axis 0 is used twice",
+            "tensors['w'] with spec '[S0,S0]' is invalid: axis 0 is used twice",
         ),
         (
             put("tensors", "w", "spec", "[S0,S2]"),
-            "tensors['w'] of spec '[S0,S2]': spec [S0,S2]: axis 2 is out of",
+            "tensors['w'] with spec '[S0,S2]' is invalid: spec [S0,S2]: axis 2 is out of",
         ),
         (put("tensors", "w", "spec", "[S(dp),R]"), "has no axis named 'dp'"),
         (drop("tensors", "w", "spec"), "tensors['w'].spec is missing"),

@@ -210,7 +210,7 @@ def test_another_base_is_refused_also_where_nothing_changed(place, tmp_path, nam
 
 def test_a_delta_does_not_replace_what_it_is_made_of(place):
     for base, new in (("v0", "v1"), ("v1", "v0")):
-        with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
+        with pytest.raises(CheckpointError, match="contains the checkpoint itself"):
             delta(place / base, place / new, place / "v0", version=1, overwrite=True)
 
 

@@ -91,15 +91,16 @@ def test_a_checkpoint_one_or_two_directories_down_is_named(ckpt, tmp_path):
     ckpt.rename(run / "global_step_9" / "actor")
     there = run / "global_step_9" / "actor"
     assert refused(run) == (
-        f"{run}: is not a checkpoint itself, but there is one in it: name {there} (shardspec)"
+        f"{run}: cannot be opened: it is not a checkpoint itself, but there is one in "
+        f"it: name {there} (shardspec)"
     )
     for step in (10, 1000, 200):
         merge(there, run / f"step-{step}.d", format="huggingface")
     # The nearest count, in the order of their numbers; one that was killed does not.
     (run / "step-200.d").rename(run / ".step-200.d")
     assert refused(run) == (
-        f"{run}: is not a checkpoint itself, but there are some in it: step-10.d (safetensors), "
-        "step-1000.d (safetensors); name one of them"
+        f"{run}: cannot be opened: it is not a checkpoint itself, but there are some in "
+        "it: step-10.d (safetensors), step-1000.d (safetensors); name one of them"
     )
 
 
@@ -107,8 +108,8 @@ def test_files_that_could_be_meant_are_named(tmp_path):
     for name in ("optimizer.pt", "scheduler.pt", "args.bin", "rng.pth", "config.json"):
         (tmp_path / name).touch()
     assert refused(tmp_path) == (
-        f"{tmp_path}: is not a checkpoint itself, but there are files of torch in it: args.bin, "
-        "optimizer.pt, rng.pth and 1 more; name one of them"
+        f"{tmp_path}: cannot be opened: it is not a checkpoint itself, but there are files of "
+        "torch in it: args.bin, optimizer.pt, rng.pth and 1 more; name one of them"
     )
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
     assert refused(tmp_path) == (
@@ -186,6 +187,6 @@ def test_what_is_known_and_not_read_is_named_with_what_helps(tmp_path, names, ki
             open_checkpoint(place)
         message = str(caught.value)
         assert len(message.splitlines()) == 1
-        assert message.startswith(f"{place}: is of {kind}")
+        assert message.startswith(f"{place}: cannot be opened: it is of {kind}")
         assert "which is not read; " in message
         assert remedy in message

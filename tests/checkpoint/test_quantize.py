@@ -174,6 +174,29 @@ def test_patterns_say_what_is_quantized(tmp_path):
         merge(source, tmp_path / "x.safetensors", quantize="mxfp8", quantize_include="nothing")
 
 
+@pytest.mark.parametrize("include", [(), ("--quantize-include", "model.layers.*_proj.weight")])
+def test_new_names_decide_what_is_quantized_and_stand_in_the_config(tmp_path, include):
+    tensors = {name: weights(shape) for name, shape in MODEL.items()}
+    states = {f"optim.state.w.{name}.exp_avg": tensors[name].clone() for name in LINEAR}
+    longer = {f"w.{name}": tensor for name, tensor in tensors.items()}
+    how = ("--quantize", "fp8-128x128", *include)
+    found = []
+    for number, (named, renames) in enumerate(
+        [(tensors, ()), (longer | states, ("--rename", r"^w\.", ""))]
+    ):
+        source = written(tmp_path / f"{number}", named)
+        (source / "config.json").write_text(json.dumps({"hidden_size": 128}))
+        out = tmp_path / f"out{number}"
+        done = run("merge", source, "-o", f"{out}/", *how, *renames)
+        assert done.exit_code == 0, done.stderr
+        config = json.loads((out / "config.json").read_text())
+        found.append((load_file(out / "model.safetensors"), config))
+    (wanted, config), (renamed, its_config) = found
+    assert its_config == config
+    for name, tensor in wanted.items():
+        same_bytes(renamed[name], tensor)
+
+
 @pytest.mark.parametrize("kind", ["fp8-128x128", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_not_quantized(tmp_path, kind, value):

@@ -96,8 +96,8 @@ def disagreeing(directory, mesh):
     assert (
         found
         == [
-            "CheckpointError: tensor 'step': rank 3 has [] of [] int64 but rank 2 has [] of [] "
-            "float32; save the same on every rank"
+            "CheckpointError: ranks differ in tensor 'step': rank 3 has [] of [] int64 but "
+            "rank 2 has [] of [] float32; save the same on every rank"
         ]
         * 4
     )

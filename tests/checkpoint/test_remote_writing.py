@@ -94,7 +94,7 @@ def test_what_is_of_no_checkpoint_or_of_the_source_is_kept(forms, root):
         with pytest.raises(CheckpointError, match=problem):
             merge(forms / "own", f"{root}/{output}", format=form, overwrite=True)
     for source in (f"{root}/a.safetensors", root):
-        with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
+        with pytest.raises(CheckpointError, match="contains the checkpoint itself"):
             merge(f"{root}/a.safetensors", source, format="huggingface", overwrite=True)
     assert names(root) == before
 

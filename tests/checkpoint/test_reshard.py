@@ -144,7 +144,7 @@ def test_an_output_that_exists(tmp_path):
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert len(list((tmp_path / "out").iterdir())) == 3
     for bad in (ckpt, tmp_path):
-        with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
+        with pytest.raises(CheckpointError, match="contains the checkpoint itself"):
             reshard(ckpt, bad, device_mesh=mesh, overwrite=True)
     assert load_sharded(ckpt)["w"].to_global().tolist() == [1] * 4
 

@@ -67,7 +67,7 @@ BAD = [
     (entry(shape="3"), {}, "whole numbers from 0 to 2**63 - 1 but is '3'"),
     (entry(shape=[1 << 62, 1 << 62]), {}, "takes 21267647932558653966460912964485513216 bytes"),
     (entry(shape=[1 << 64]), {}, "should be a list of whole numbers from 0 to 2**63 - 1"),
-    (entry(dtype="I33"), {}, "tensor 'b': unknown safetensors dtype 'I33'"),
+    (entry(dtype="I33"), {}, "tensor 'b' cannot be read: unknown safetensors dtype 'I33'"),
     (entry(dtype="F4", shape=[]), {}, "a multiple of 2 for F4"),
     (entry(dtype="F4", shape=[3, 4]), {}, "of shape [3, 2] and dtype float4_e2m1fn_x2 takes 6"),
     (entry(dtype=8), {}, "tensor 'b'.dtype should be a string but is 8"),
@@ -84,7 +84,7 @@ STRICTER = [
     (entry(dtype="F4", shape=[3, 2, 1]), {}, "a multiple of 2 for F4"),
     (b" {}", {"data": b""}, "the header does not start with '{'"),
     (b'{"a":%b,"a":%b}' % (NOTHING, NOTHING), {}, "has the key 'a' twice"),
-    (entry(shape=[3] + [1] * 64), {}, "tensor 'b': has 65 dims"),
+    (entry(shape=[3] + [1] * 64), {}, "tensor 'b' cannot be read: has 65 dims"),
     (entry(more=1), {}, "tensor 'b' should have dtype, shape, data_offsets but has ['dtype',"),
 ]
 

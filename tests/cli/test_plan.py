@@ -486,3 +486,15 @@ def test_help_has_examples_that_run():
         assert words[:2] == ["shardspec", "plan"]
         result = run(*words[2:])
         assert (result.exit_code, result.stderr) == (0, ""), line
+
+
+def test_a_plan_between_hosts_names_the_network():
+    args = ["[S0,R]", "[S0,R]", "--mesh", "dp=8", "--target-mesh", "tp=8", "--shape", "64x8"]
+    args += ["--links", "h100-nvswitch", "--between", "efa-v4-per-gpu"]
+    for ids, named in (("8,9,10,11,12,13,14,15", True), ("7,6,5,4,3,2,1,0", False)):
+        done = run(*args, "--target-ids", ids)
+        assert ("efa-v4-per-gpu" in done.stdout) == named
+        told = json.loads(run(*args, "--target-ids", ids, "--json").stdout)
+        assert ("between" in told) == named
+        if named:
+            assert told["between"]["name"].startswith("efa-v4-per-gpu")

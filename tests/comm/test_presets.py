@@ -5,6 +5,7 @@ import re
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -114,6 +115,23 @@ def test_a_file_that_names_no_link_between_hosts(tmp_path, between):
     path.write_text(text, "utf-8")
     with pytest.raises(ProfileError, match=f"own: .*{between}"):
         CostModel.of_mesh(DeviceMesh(range(16)), str(path))
+
+
+def test_the_file_of_links_in_the_docs(tmp_path):
+    docs = Path(__file__).parents[2] / "docs" / "plans.md"
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", docs.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    source = Layout(DeviceMesh(range(8), (8,)), "[S0]", (1 << 28,), "bf16")
+    seconds = {
+        first: LayoutConverter(links=str(file))
+        .plan(source, Layout(DeviceMesh(range(first, first + 8), (8,)), "[S0]", (1 << 28,), "bf16"))
+        .cost_seconds
+        for first in (4, 8)
+    }
+    # 64 MiB through a port of each device; half of the devices of the other mesh share its host.
+    assert seconds[8] == pytest.approx(25e-6 + 2**26 / 45e9, rel=1e-3)
+    assert seconds[4] == pytest.approx(seconds[8], rel=1e-3)
 
 
 def test_groups_over_nodes_say_that_nobody_measured_them():

@@ -223,6 +223,17 @@ def test_biases_of_routers_stay_float32(tmp_path):
     assert dtypes["model.norm.weight"] == "bfloat16"
 
 
+def test_step_counts_keep_their_dtype(tmp_path):
+    """A step of 1001 would become 1000 in 16 bits."""
+    names = ("optim.state.up.weight.step", "optimizer.step.up.weight", "up.weight", "step.weight")
+    save_file({name: np.full(1, 1001, np.float32) for name in names}, tmp_path / "in.safetensors")
+    run("merge", tmp_path / "in.safetensors", "-o", tmp_path / "out.safetensors", "--dtype", "f16")
+    found = load_file(tmp_path / "out.safetensors")
+    dtypes = [found[name].dtype for name in names]
+    assert dtypes == [np.float32, np.float32, np.float16, np.float16]
+    assert found[names[0]] == 1001
+
+
 def test_a_config_no_longer_says_that_weights_are_quantized(tmp_path):
     folder, _ = saved(tmp_path / "hf", "qwen3")
     quantized = HF["qwen3"]["config"] | {"quantization_config": {"quant_method": "fp8"}}

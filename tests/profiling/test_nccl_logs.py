@@ -2,6 +2,7 @@
 
 import csv
 from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
+from shardspec.comm.curves import Link
 from shardspec.comm.presets import link_preset, preset_cluster
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import step_of
@@ -33,6 +35,16 @@ HEADER = """\
 #       size         count      type   redop    root     time   algbw   busbw #wrong
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)
 """
+
+RINGS = 8 * 40e3  # bytes per µs of rings through all eight ports
+TWO_HOSTS = {
+    "all_gather": (15 / 16, RINGS),
+    "reduce_scatter": (15 / 16, RINGS),
+    "all_reduce": (30 / 16, RINGS),
+    "alltoall": (8 / 16, 45e3),
+    "sendrecv": (1, 45e3),
+}
+"""Test of nccl-tests to bytes per buffer byte, and bytes per µs, of 16 devices on two hosts."""
 
 
 def log_text(test, ranks, times, *, hosts=1, checked=True, version="22902"):
@@ -136,6 +148,46 @@ def test_a_file_prices_any_mesh_shape(tmp_path):
     shown = run("plan", "[S0]", "[R]", "--mesh", "2x4", "--shape", "4096", "--links", file)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "cluster between hosts" in shown.stdout
+
+
+@pytest.mark.parametrize("tests", [*TWO_HOSTS, *combinations(TWO_HOSTS, 2), tuple(TWO_HOSTS)])
+def test_any_logs_of_two_hosts_tell_the_rate_of_a_port(tmp_path, tests):
+    """Two hosts of 8 devices, each with a port of 45 GB/s: whichever collectives were measured."""
+    tests = (tests,) if isinstance(tests, str) else tests
+    for test in tests:
+        for hosts in (1, 2):
+            ratio, rate = (7 / 8, 370e3) if hosts == 1 else TWO_HOSTS[test]
+            times = {2**k: 20 + 2**k * ratio / rate for k in range(12, 30, 2)}
+            if test != "sendrecv" or hosts == 2:
+                log = log_text(test, 8 * hosts, times, hosts=hosts)
+                (tmp_path / f"{test}{hosts}.log").write_text(log)
+    inside = log_text("all_gather", 8, {2**k: 20 + 2**k / 400e3 for k in range(12, 30, 2)})
+    (tmp_path / "inside.log").write_text(inside)
+    done = run("links", "import", *tmp_path.glob("*.log"), "-o", tmp_path / "own.toml")
+    assert (done.exit_code, done.stderr) == (0, "")
+    between = link_preset(str(tmp_path / "own.toml")).between
+    assert isinstance(between, Link)
+    assert 35 < 1e-9 / between.seconds_per_byte < 46
+
+
+def test_logs_of_reductions_alone_price_exchanges_too(tmp_path):
+    times = {2**k: 20 + 2**k / 200e3 for k in range(12, 30, 2)}
+    (tmp_path / "a.log").write_text(log_text("all_reduce", 8, times))
+    done = run("links", "import", tmp_path / "a.log", "-o", tmp_path / "own.toml")
+    assert (done.exit_code, done.stderr) == (0, "")
+    link = link_preset(str(tmp_path / "own.toml")).inside
+    assert link is not None
+    assert 1e-9 / link.seconds_per_byte == pytest.approx(200 * 14 / 8, rel=0.01)
+
+
+def test_times_that_do_not_grow_have_no_rate(tmp_path):
+    times = {2**k: 20.0 for k in range(9, 20)}
+    (tmp_path / "a.log").write_text(log_text("all_gather", 8, times))
+    done = run("links", "import", tmp_path / "a.log", "-o", tmp_path / "own.toml")
+    assert (done.exit_code, done.stderr) == (0, "")
+    link = link_preset(str(tmp_path / "own.toml")).inside
+    assert link is not None
+    assert link.seconds_per_byte < 1e-20
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, options, sizes):
     assert measured == {(kind, n) for kind in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) for n in (2, 4)}
     assert all(curve.sizes[0] <= 4096 * 5 for curve in preset.inside.curves)
     assert (preset.inside.error is None) == (sizes == 1)
-    assert "cluster.toml: links of hosts of any number of devices" in done.stdout
+    assert "cluster.toml: links inside one host" in done.stdout
     assert (planned.exit_code, planned.stderr) == (0, "")
     source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (4096, 4096), "float32")
     plan = LayoutConverter(links="cluster.toml").plan(source, "[R,S01]")

@@ -200,10 +200,7 @@ def _keeps_of(*sources: Catalog) -> set[str]:
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries by dotted name, since nesting depends on the format.
-
-    Files that a checkpoint only refers to are skipped.
-    """
+    """Return entries by dotted name, without files that a checkpoint only refers to."""
     return {
         dotted_name(path): leaf
         for name, value in values.items()

@@ -262,8 +262,7 @@ class Repeated(NamedTuple):
 def repeated_layers(properties: Mapping[str, Hashable]) -> list[Repeated]:
     """Group the names that differ only in numbers and have equal `properties`.
 
-    The title of a group expands to exactly the names in it. Groups are in the natural order of
-    their first names.
+    The title of a group expands to exactly the names in it. Groups are sorted by first name.
 
     >>> shapes = {f"layers.{i}.up": (4, 2) for i in range(12)}
     >>> shapes |= {"head": (2,), "layers.12.up": (4,)}

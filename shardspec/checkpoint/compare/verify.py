@@ -42,7 +42,7 @@ class VerifyReport:
     flaws: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as a dict of plain values, ready for JSON."""
         facts = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
         del facts["num_bytes"]
         return facts

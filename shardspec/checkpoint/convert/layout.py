@@ -43,7 +43,7 @@ def layouts_by_rules(
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
         except ShardSpecError as error:
-            raise LayoutError(f"tensor {tensor.name!r}: {error}") from None
+            raise LayoutError(f"cannot shard tensor {tensor.name!r}: {error}") from None
     return layouts
 
 

@@ -107,8 +107,7 @@ def adapted_source(
 
     An adapter has the names of the model in memory, so the base is first renamed to these.
 
-    Raises CheckpointError if the base lacks a tensor that the adapter changes, or if the adapter's
-    method is unknown.
+    Raises CheckpointError if the base lacks an adapted tensor, or the adapter's method is unknown.
     """
     config = config_of(source, names)
     numbered = with_numbers(source, choice.dtype, choice, config)
@@ -202,7 +201,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
         problem = f"has no readable {_CONFIG} beside it, which states the scale; copy it there"
         config = {}
     elif config.get("peft_type") != "LORA":
-        problem = f"is an adapter of peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
+        problem = f"has peft_type {shown(config.get('peft_type'))}; merge it with PEFT"
     elif _CHANGES_BASE.fullmatch(str(config.get("init_lora_weights"))):
         start = shown(config["init_lora_weights"])
         problem = f"starts from a base changed by init_lora_weights={start}; convert it with PEFT"
@@ -211,7 +210,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
     elif odd := [key for key, kind in _KINDS.items() if not isinstance(config.get(key), kind)]:
         problem = f"has {odd[0]}={shown(config[odd[0]])} in {_CONFIG}; correct it"
     if problem:
-        raise CheckpointError(f"{adapter.directory}: {problem}")
+        raise CheckpointError(f"{adapter.directory}: cannot merge this adapter: it {problem}")
     return config
 
 
@@ -476,7 +475,7 @@ class _Changed(Recast):
     def _factors(
         self, delta: _Delta, matrix: int, rows: slice, columns: slice
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """Return the factors of a part of a change, and True if their product is rounded."""
+        """Return (scale * B, A) for a part of a change, and True if their product is rounded."""
         a, b = (self._owner.read(name, self.wide) for name in (delta.a, delta.b))
         right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
         left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]

@@ -5,12 +5,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.convert.copy import Buffers, read_box
-from shardspec.checkpoint.convert.select import CatalogNaming, Choice, through, wanted_names
+from shardspec.checkpoint.convert.select import (
+    CatalogNaming,
+    Choice,
+    through,
+    wanted_names,
+    without_optimizer,
+)
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.storage import storage_path
@@ -26,9 +32,6 @@ from shardspec.input_files import read_json_object
 from shardspec.resharding.map_file import filled, text_config
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.text import Argument, counted, shown
-
-_OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
-"""Names of optimizer state: of Megatron-core, of FSDP2, and any under ``optimizer``."""
 
 
 class _Way(NamedTuple):
@@ -351,15 +354,6 @@ class Assembled(catalog.DerivedCatalog):
         super().check_unchanged(beside)
         for source in self._others:
             source.check_unchanged()
-
-
-def without_optimizer(names: Iterable[str]) -> list[str]:
-    """Return the names without those of optimizer state.
-
-    >>> without_optimizer(["up.weight", "optimizer.state.exp_avg.up.weight"])
-    ['up.weight']
-    """
-    return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
 def _without(model: Model, found: Recognized) -> Model:

@@ -101,8 +101,7 @@ def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
 def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
     """Return 65,536 indices into an ascending table: for each upper half of a float32, the nearest.
 
-    Signs are ignored, and ties go to even indices. The table gets one more number, a step beyond
-    the last.
+    Signs are ignored, and ties go to even indices. The table is extended by one more step.
     """
     values = _UPPER_HALVES.view(np.float32)
     size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))

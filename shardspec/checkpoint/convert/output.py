@@ -80,7 +80,7 @@ from shardspec.dtypes import dtype_name
 from shardspec.errors import ShardSpecError
 from shardspec.layout.rules import winning_patterns
 from shardspec.resharding.name_map import Names
-from shardspec.text import TextPart, shown
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.convert.numeric import CastLosses
@@ -193,7 +193,7 @@ class WriteReport:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes read."""
+        """Number of bytes read from all files."""
         return sum(self.reads.values())
 
     @property
@@ -207,7 +207,7 @@ class WriteReport:
         return sum(self.writes.values())
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as a dict of plain values, ready for JSON."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -571,7 +571,7 @@ def _opened(
 
             how = quantize_of(*quantize)
             chosen = options if choice is options else Choice()
-            source = quantized_as(source, how, chosen, config)
+            source = quantized_as(source, how, chosen, config, options.rename)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)
@@ -668,13 +668,13 @@ def check_destination(
     if problem:
         pass
     elif kind not in (None, required):
-        problem = f"is {kind}; name {required} to write"
+        problem = f"it is {kind}; name {required} to write"
     elif not overwrite and path.taken():
         raise output_exists(output)
     else:
         problem = path.refusal()
     if problem:
-        raise CheckpointError(f"{output}: {problem}")
+        raise CheckpointError(f"{output}: this output cannot be written: {problem}")
     if not (overwrite and directory):
         return Destination(path, overwrite)
     if entry is None:
@@ -699,12 +699,12 @@ def _part_of_source(
             read = file.look()
             same = read is not None and read.identity == entry.identity
         if directory and (same or path in file.resolved().parents):
-            return "holds the checkpoint itself; choose another name"
+            return "it contains the checkpoint itself; choose another name"
         if same:
-            return f"is {file.name} of the checkpoint itself; choose another name"
+            return f"it is {file.name} of the checkpoint itself; choose another name"
         if all_count and file.suffix == path.suffix and file.parent.resolved() == path.parent:
             return (
-                "would become a file of the checkpoint, since no index lists its files; choose "
+                "it would become a file of the checkpoint, since no index lists its files; choose "
                 "another directory"
             )
     return ""
@@ -762,22 +762,19 @@ def check_sharding(options: WriteOptions) -> None:
     """Raise CheckpointError unless options have either a mesh, or a checkpoint to shard like."""
     mesh: object = options.device_mesh
     rules, like = options.rules, options.like
-    problem: tuple[TextPart, ...] = ()
     if like is not None and (mesh is not None or rules is not None):
-        problem = ("give either a checkpoint to shard like, or a mesh and rules",)
-    elif not isinstance(mesh, DeviceMesh | None):
-        problem = (
+        raise CheckpointError("give either a checkpoint to shard like, or a mesh and rules")
+    if not isinstance(mesh, DeviceMesh | None):
+        raise CheckpointError(
             f"a {type(mesh).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
-            "DeviceMesh(range(8), (2, 4))",
+            "DeviceMesh(range(8), (2, 4))"
         )
-    elif mesh is None and like is None:
-        problem = (
+    if mesh is None and like is None:
+        raise CheckpointError(
             "give the mesh to shard for, ",
             Argument("device_mesh"),
             ", or a checkpoint to shard like",
         )
-    if problem:
-        raise CheckpointError(*problem)
 
 
 def _of_scales(

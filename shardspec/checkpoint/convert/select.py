@@ -7,11 +7,11 @@ of the source is which element of the target.
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import TypeAlias, TypedDict
+from typing import Final, TypeAlias, TypedDict
 
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint.catalog import (
@@ -42,6 +42,10 @@ Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
 Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 """Regular expressions, each with the replacement of its first match in a name."""
+
+
+_OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
+"""Names of optimizer state: of Megatron-core, of FSDP2, and any under ``optimizer``."""
 
 
 class Selection(TypedDict, total=False):
@@ -113,6 +117,15 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
             "more, or exclude less"
         )
     return names
+
+
+def without_optimizer(names: Iterable[str]) -> list[str]:
+    """Return the names without those of optimizer state.
+
+    >>> without_optimizer(["up.weight", "optimizer.state.exp_avg.up.weight"])
+    ['up.weight']
+    """
+    return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
 def check_drop(choice: Choice) -> None:

@@ -22,7 +22,7 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.convert.copy import Buffers
-from shardspec.checkpoint.convert.model_names import Assembled, without_optimizer
+from shardspec.checkpoint.convert.model_names import Assembled
 from shardspec.checkpoint.convert.select import (
     CatalogNaming,
     Choice,
@@ -30,11 +30,12 @@ from shardspec.checkpoint.convert.select import (
     config_beside,
     matches,
     wanted_names,
+    without_optimizer,
 )
 from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.quantization.derived import Recast
-from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
+from shardspec.dtypes import dtype_name, is_cast, is_step_count, keeps_dtype
 from shardspec.errors import CheckpointError
 from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, counted, shown
@@ -86,8 +87,7 @@ def summed_source(
     Raises
     ------
     CheckpointError
-        If the weights do not fit, or tensors differ in names, shapes or dtypes, or in values that
-        cannot be summed.
+        If the weights do not fit, or names, shapes, dtypes or values that are not summed differ.
     """
     factors = check_weights(weights, len(sources))
     _check_model_types(sources)
@@ -113,7 +113,7 @@ def summed_source(
         outlines = [_checked(source, name) for source in every]
         dtype = _sum_dtype(every, outlines, left.dtype)
         kept = name in why or name in first.facts.keeps_dtype
-        if kept or _NOT_SUMMED.fullmatch(dtype) or name.rpartition(".")[2] == "step":
+        if kept or _NOT_SUMMED.fullmatch(dtype) or is_step_count(name):
             equal.append(name)
         else:
             summed[name] = dtype

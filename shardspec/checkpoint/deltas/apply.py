@@ -238,7 +238,7 @@ class _Stream:
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
     ) -> None:
-        """Fill a block with a part of the tensor; see `BlockPart`."""
+        """Copy a part of the tensor into a block of memory; see `Computed.fill`."""
         (count, step, step_in), *inner = steps
         if inner:
             for number in range(count):

@@ -1,7 +1,6 @@
 """Applies the changes in a delta to the bytes of a tensor while the tensor is read.
 
-The changes of a tensor are one zstd frame. It is decompressed block by block, so memory stays
-bounded.
+The changes of a tensor are one zstd frame, decompressed block by block to bound memory.
 """
 
 import zlib
@@ -55,7 +54,7 @@ class Hash(Protocol):
     """A checksum of bytes that arrive piece by piece."""
 
     def update(self, data: Any, /) -> None:  # noqa: ANN401
-        """Add bytes."""
+        """Add the next bytes to the checksum."""
 
     def hexdigest(self) -> str:
         """Return the checksum of all bytes so far."""
@@ -90,7 +89,7 @@ def new_hash(name: str, where: object) -> Hash:
 
 
 def extra(name: str) -> ModuleType:
-    """Return a package of the extra `delta`; raises CheckpointError if it is not installed."""
+    """Import an optional package that deltas need; CheckpointError if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -210,7 +209,7 @@ class _Frame:
         except self._zstd.ZstdError as error:
             raise self._damaged(str(error)) from None
         if at < len(room):
-            raise self._damaged("it ends early")
+            raise self._damaged("the data ends early")
         return room
 
     def _damaged(self, problem: str) -> CheckpointError:

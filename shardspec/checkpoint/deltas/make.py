@@ -66,7 +66,7 @@ class DeltaReport:
     """Digest of the new state."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as a dict of plain values, ready for JSON."""
         return {**asdict(self), "path": str(self.path)}
 
 
@@ -207,8 +207,7 @@ def apply_delta(
     Raises
     ------
     CheckpointError
-        If the deltas do not form a chain on this base, or a file is damaged. Then no output appears
-        under its name.
+        If the deltas do not form a chain on this base, or a file is damaged. No output appears.
 
     Examples
     --------

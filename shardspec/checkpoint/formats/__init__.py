@@ -2,8 +2,7 @@
 
 Each format is a module of this folder with a `Format` named `FORMAT`. Another package provides a
 format through an entry point of the group ``shardspec.formats`` that resolves to a `Format`.
-Built-in formats are tried first, so a package cannot change how they are read. Modules are imported
-on demand.
+Built-in formats are tried first, so a package cannot change how they are read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -308,7 +307,8 @@ def written_format(name: str, way: Way) -> Format:
         refusal = "is not for whole tensors" if way == "merged" else "is not for shards"
         problem = f"the format {name!r} {refusal if format.writes else 'is only read'}"
         problem += f"; {format.instead}" if format.instead else ""
-    raise CheckpointError(f"{problem}; choose one of {', '.join(written_names(way))}")
+    names = ", ".join(written_names(way))
+    raise CheckpointError(f"cannot write this output: {problem}; choose one of {names}")
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:

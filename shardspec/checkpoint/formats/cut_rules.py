@@ -90,7 +90,7 @@ def _rule(value: object, title: str) -> RuleSpec:
         try:
             rule = RuleSpec.of(spec)
         except ShardSpecError as error:
-            raise CheckpointError(f"{title}: {error}") from None
+            raise CheckpointError(f"{title} is not a spec: {error}") from None
         parsed = rule.spec
         cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
         over_tp = parsed.is_plain and not parsed.partials and {*parsed.axes} <= {_AXIS}

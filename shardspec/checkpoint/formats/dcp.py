@@ -238,7 +238,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                         raise ValueError("no file contains this entry")
                     objects[name] = places[name, None]
                 case _:
-                    raise ValueError("an entry needs a name and a kind")
+                    raise ValueError("an entry has no name, or is neither a tensor nor bytes")
         except (TypeError, ValueError) as error:
             # The text of a TypeError is Python's, and not about the file.
             problem = "it is not as torch writes it" if isinstance(error, TypeError) else error

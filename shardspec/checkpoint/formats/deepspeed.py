@@ -240,7 +240,7 @@ def _read_run(place: StoragePath) -> _Run:
     for kind in (EXPERTS, PIPELINE):
         part = next(filter(PARTS[kind][0].fullmatch, names), None)
         if part is not None:
-            raise CheckpointError(f"{place}: {part} is {part_text(kind)}")
+            raise CheckpointError(f"{place}: {part} is one of several files of {part_text(kind)}")
     parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(

@@ -1,8 +1,7 @@
 """Reads and writes Hugging Face checkpoints: one safetensors file, or several with an index.
 
 The index, ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with the
-headers of the files, except `total_size`: writers count tied tensors once or twice. `model_files`
-finds the files.
+headers of the files, except `total_size`: writers count tied tensors once or twice.
 
 Sources: ``save_pretrained`` of transformers; ``split_torch_state_dict_into_shards`` of
 huggingface_hub.

@@ -267,7 +267,7 @@ def _by_only_index(
 def files_of_index(index: StoragePath) -> ModelFiles:
     """Read an index, and return the files that it lists; all must exist.
 
-    Raises `CheckpointError` if it lists none, or misses a numbered file beside them.
+    Raises `CheckpointError` if it lists no file, or not all numbered files in the directory.
     """
     names: dict[str, set[str]] = {}
     content = read_json(index, "index")

@@ -158,7 +158,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
     try:
         mesh = DeviceMesh(ids, shape, axis_names=axes)
     except ShardSpecError as error:
-        raise CheckpointError(f"{path}: mesh: {error}") from None
+        raise CheckpointError(f"{path}: mesh is invalid: {error}") from None
     layouts = _parse_tensors(tensors, mesh, path)
     entries = tuple(
         _parse_file(file, f"files[{place}]", mesh, layouts, path)
@@ -203,7 +203,8 @@ def _parse_tensors(
                 layout_of[kind] = Layout(mesh, spec, shape, from_safetensors(code))
             except ShardSpecError as error:
                 problem = error.problem if isinstance(error, SpecSyntaxError) else error
-                raise CheckpointError(f"{path}: {key} of spec {shown(spec)}: {problem}") from None
+                why = f"{path}: {key} with spec {shown(spec)} is invalid: {problem}"
+                raise CheckpointError(why) from None
         layouts[name] = layout_of[kind]
     return layouts
 

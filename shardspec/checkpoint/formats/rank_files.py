@@ -132,7 +132,7 @@ def _check_ranks(directory: StoragePath, files: list[_RankFile], world: int) -> 
             "files; move away what is of another save"
         )
     if problems:
-        raise CheckpointError(f"{directory}: {'; '.join(problems)}")
+        raise CheckpointError(f"{directory}: rank files do not match: {'; '.join(problems)}")
 
 
 def _abbreviated(values: Sequence[object]) -> str:
@@ -220,7 +220,8 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
                     spec = spec_of_placements(placed.placements, placed.shape, mesh.shape, order)
                 made[key] = Layout(mesh, spec, tensor.global_shape, tensor.dtype)
             except ShardSpecError as error:
-                raise CheckpointError(f"{group[0].path}: tensor {name!r}: {error}") from None
+                why = f"{group[0].path}: the layout of tensor {name!r} cannot be read: {error}"
+                raise CheckpointError(why) from None
         layout = made[key]
         # Equally sharded tensors of a group are checked once.
         part = key, tensor.shape, id(group[0].tensors)

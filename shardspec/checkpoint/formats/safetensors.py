@@ -112,7 +112,7 @@ def read_header(file: SourceFile) -> Header:
         try:
             dtype, shape, num_bytes = _in_elements(code, shape)
         except DTypeError as error:
-            raise CheckpointError(f"{path}: {label}: {error}") from None
+            raise CheckpointError(f"{path}: {label} cannot be read: {error}") from None
         if len(span) != 2 or span[1] - span[0] != num_bytes:
             raise CheckpointError(
                 f"{path}: {label} of shape {list(shape)} and dtype {dtype} takes {num_bytes} "

@@ -65,7 +65,7 @@ def open_torch_file(path: StoragePath) -> Catalog:
     check_alone(path)
     kind = part_of_several(path.name, lambda: path.parent.names())
     if kind is not None:
-        raise CheckpointError(f"{path}: is {part_text(kind)}")
+        raise CheckpointError(f"{path}: is one of several files of {part_text(kind)}")
     return _opened(path, ModelFiles({path: frozenset()}))
 
 
@@ -93,7 +93,7 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
         chosen = model.names_to_read(path, state.tensors.keys())
         kind = _part_by_content(state)
         if kind is not None:
-            raise CheckpointError(f"{path}: is {part_text(kind)}")
+            raise CheckpointError(f"{path}: is one of several files of {part_text(kind)}")
         for name, tensor in state.tensors.items():
             if name not in chosen:
                 continue  # the index sends it to another file

@@ -56,9 +56,8 @@ def stored_layouts(
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return for each tensor which files have which boxes, and the file names by number.
 
-    A plan treats files as devices, whose ids start at `first`, after the ids of all devices.
-    ``/dev/zero`` is one of the files if a map pads tensors. Raises LayoutError if a reduction is
-    pending.
+    A plan treats files as devices, whose ids start at `first`. ``/dev/zero`` is one of the files if
+    a map pads tensors. Raises LayoutError if a reduction is pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
@@ -207,7 +206,7 @@ class StoredPlan(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the first file."""
+        """The smallest number that stands for a file instead of a device."""
         return min(self.files, default=0)
 
 
@@ -306,8 +305,7 @@ def write_transfers(
     """Write the transfers and the shard shapes of every device of a plan to a directory.
 
     Each device gets an ``.npz`` file; an index has names, dtypes and shapes. `files` has the places
-    of tensors in files, and `names` the file names. Raises CheckpointError if the directory is not
-    empty.
+    of tensors in files, `names` the file names. CheckpointError if the directory is not empty.
     """
     devices = [device for device in plan.devices if device not in plan.files]
     rows = transfer_rows(plan, devices[0], "both", files=files)  # refuses plans before writing

@@ -46,7 +46,7 @@ class Recent:
         self._made: OrderedDict[object, NDArray[Any]] = OrderedDict()
 
     def get(self, key: object) -> NDArray[Any] | None:
-        """Return the result of a key, if it is cached."""
+        """Return the cached result of a key; None if it is not cached."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
@@ -132,7 +132,7 @@ class ComputedMatrices(ABC):
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """Source file -> bytes read from it."""
+        """Source file -> number of bytes that are read from it."""
         return self._reads
 
     @abstractmethod
@@ -142,7 +142,7 @@ class ComputedMatrices(ABC):
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
     ) -> None:
-        """Fill a block with a part; see `BlockPart`."""
+        """Copy a part of the tensor into a block of memory; see `Computed.fill`."""
         width = self._type.itemsize
         wide = self.columns * width
         row, column = start // wide, start % wide // width
@@ -227,7 +227,7 @@ class Recast(ComputedMatrices):
             yield rows, made.astype(self.wide, copy=False).reshape(-1, shape[1])
 
     def round(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return numbers rounded to the dtype."""
+        """Round numbers to the dtype of this tensor."""
         made = narrow(np.ascontiguousarray(values).reshape(-1), self.dtype)
         return numbers(made, self.dtype).reshape(values.shape)
 

@@ -1,7 +1,4 @@
-"""Plans resharding that also quantizes to FP8: before sending if shards do not split blocks.
-
-Otherwise the receivers quantize, if their shards do not split blocks.
-"""
+"""Plans resharding that also quantizes to FP8, at the sender or the receiver of each weight."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

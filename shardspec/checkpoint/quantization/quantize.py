@@ -1,7 +1,7 @@
 """Quantizes the weights of a checkpoint while they are read, as in ``quantize="mxfp8"``."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -26,7 +26,16 @@ from shardspec.checkpoint.convert.numeric import (
     round_by,
     strips,
 )
-from shardspec.checkpoint.convert.select import Choice, Patterns, config_of, mapped, wanted_names
+from shardspec.checkpoint.convert.select import (
+    Choice,
+    Patterns,
+    Renames,
+    config_of,
+    mapped,
+    renamed_names,
+    wanted_names,
+    without_optimizer,
+)
 from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse_quantized
 from shardspec.checkpoint.quantization.derived import (
     ComputedCatalog,
@@ -98,8 +107,7 @@ def to_scaled(
     """Quantize blocks of a matrix in bfloat16 or float32; return float8_e4m3fn codes and scales.
 
     Numbers are multiplied by 448 · (1 / amax), both factors rounded as in transformers. The scale
-    is the inverse of that product; it is 1 for a block of zeros, or of numbers too small for a
-    scale in float32.
+    is the inverse of that product, or 1 for numbers that are 0 or too small for a float32 scale.
     """
     high, wide = block
     most = _amax(raw, dtype, block, where)
@@ -313,7 +321,7 @@ def with_codes(
     source = mapped(source, names, choice, dropped=dropped)
     why = quantized_in(source).why
     refuse_quantized(why, origins(source, source.names), "leave out ", Argument("dtype"))
-    weights, _ = _weights(source, source.names, how, config)
+    weights, _ = _weights(source, {name: name for name in source.names}, how, config)
     return QuantizedCatalog(source, weights, {weight.source for weight in weights}, how, None)
 
 
@@ -322,11 +330,12 @@ def quantized_as(
     how: Quantize | None,
     choice: Choice,
     config: Mapping[str, object] | None = None,
+    rename: Renames = (),
 ) -> Catalog:
     """Return the selected part of a checkpoint, with the weights of linear layers quantized.
 
-    The model's family decides which weights these are; its `config` is by default the one beside
-    the checkpoint.
+    The model's family decides which weights these are, by the names that `rename` gives them later;
+    its `config` is by default the one beside the checkpoint.
 
     Raises
     ------
@@ -340,7 +349,8 @@ def quantized_as(
     refuse_quantized(
         quantized_in(source).why, origins(source, selected), *remedy, Argument("quantize")
     )
-    weights, unquantized = _weights(source, selected, how, config)
+    renamed, _ = renamed_names(selected, rename)
+    weights, unquantized = _weights(source, renamed, how, config)
     if not weights:
         raise CheckpointError(
             f"{source.directory}: no tensor is recognized as the weight of a linear layer; name "
@@ -354,19 +364,22 @@ def quantized_as(
     if "config_groups" in section:
         key = "ignore"
     listed = SkippedModules(unquantized)
-    if clash := next((each.source for each in weights if each.source in listed), None):
+    if clash := next((name for each in weights if (name := renamed[each.source]) in listed), None):
         raise CheckpointError(
             f"{source.directory}: transformers cannot tell {clash!r} from a module that is not "
             "quantized, as one name begins or ends with the other; rename one"
         )
-    section = {**section, key: sorted({*unquantized})}
+    section = {**section, key: sorted({*without_optimizer(unquantized)})}
     return made.with_facts(replace(made.facts, quantization=section))
 
 
 def _weights(
-    source: Catalog, names: Iterable[str], how: Quantize, config: Mapping[str, object] | None
+    source: Catalog, names: Mapping[str, str], how: Quantize, config: Mapping[str, object] | None
 ) -> tuple[list[_Weight], list[str]]:
-    """Return the weights to quantize, and the names of modules with other matrices."""
+    """Return the weights to quantize, and the names of modules with other matrices.
+
+    `names` maps names of the source to those of the output, which decide.
+    """
     linear = LinearLayers(config or {})
     gpt_oss = linear.model_type == "gpt_oss"
     configs = [*sections(source.home), *sections_of(config)]
@@ -379,8 +392,8 @@ def _weights(
         if isinstance(module, str)
     )
     weights, unquantized = [], []
-    for name in names:
-        outline = source.outline(name)
+    for own, name in names.items():
+        outline = source.outline(own)
         shape = outline.shape
         plain = is_floating(outline.dtype) and not outline.dtype.startswith("complex")
         if len(shape) < 2 or not plain or packed(outline.dtype) > 1:
@@ -405,20 +418,23 @@ def _weights(
                 f"{source.directory}: tensor {name!r} {problem}; or choose others with ",
                 Argument("quantize_include"),
             )
-        weights.append(_Weight(name, shape[:-2], rows, columns, transposed))
+        weights.append(_Weight(own, shape[:-2], rows, columns, transposed))
     if not (how.in_files and how.kind == "fp8-128x128"):
         return weights, unquantized
     uneven = [weight for weight in weights if weight.rows % 128 or weight.columns % 128]
     if uneven and (how.include is not None or len(uneven) == len(weights)):
         raise CheckpointError(
             f"{source.directory}: 128 does not divide {uneven[0].rows}x{uneven[0].columns} of "
-            f"{uneven[0].source!r}, so transformers would not read it in FP8; choose others with ",
+            f"{names[uneven[0].source]!r}, so transformers would not read it in FP8; choose others "
+            "with ",
             *(Argument("quantize_include"), ", or give ", Argument("quantize", value="mxfp8")),
         )
     # Engines fuse these matrices, and read all of them in FP8 or none.
-    uneven_names = {_FUSED.sub("", weight.source) for weight in uneven}
-    even = [weight for weight in weights if _FUSED.sub("", weight.source) not in uneven_names]
-    return even, unquantized + [module_of(each.source) for each in weights if each not in even]
+    fused = {weight: _FUSED.sub("", names[weight.source]) for weight in weights}
+    uneven_names = {fused[weight] for weight in uneven}
+    even = [weight for weight in weights if fused[weight] not in uneven_names]
+    skipped_ones = [names[each.source] for each in weights if each not in even]
+    return even, unquantized + list(map(module_of, skipped_ones))
 
 
 def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:

@@ -80,7 +80,7 @@ class Scheme(NamedTuple):
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of codes."""
+        """Dtypes in which the codes of this scheme may be stored."""
         return ("uint8",) if self.four else _EIGHT_BITS
 
 
@@ -97,7 +97,7 @@ class Coded(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the scales of a matrix."""
+        """Shape of the scales of one matrix: a scale per block."""
         high, wide = self.block
         return -(-self.rows // high), -(-self.columns // wide)
 
@@ -109,7 +109,7 @@ class Coded(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Sizes of the weight."""
+        """Shape of the weight before quantization."""
         sides = self.rows, self.columns
         return (*self.lead, *(reversed(sides) if self.scheme.transposed else sides))
 

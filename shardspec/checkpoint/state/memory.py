@@ -29,7 +29,7 @@ class Memory:
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """Files to read: none."""
+        """An empty dict, since no files are read."""
         return {}
 
     def bits(self, shape: Sequence[int], strides: Sequence[int], start: int) -> NDArray[np.generic]:
@@ -44,7 +44,7 @@ class Memory:
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
     ) -> None:
-        """Fill a block with a part of the tensor; see `BlockPart`."""
+        """Copy a part of the tensor into a block of memory; see `Computed.fill`."""
         *outer, (run, _, _) = steps
         width = self._tensor.element_size()
         shape = [*(count for count, _, _ in outer), run // width]

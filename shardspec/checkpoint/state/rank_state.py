@@ -54,8 +54,7 @@ class Described:
 def communicator_of_state(state_dict: Mapping[str, Any], *, alone: bool = False) -> Communicator:
     """Return the communicator of a state dict's largest mesh; other meshes are slices of it.
 
-    Without DTensors it is that of the job or, if `alone`, of this process. Errors are raised on all
-    ranks of the job.
+    Without DTensors it is that of the job or, if `alone`, of this process. All ranks raise errors.
     """
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor
@@ -106,7 +105,7 @@ def _shards_of(
         try:
             layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
         except DTypeError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from None
+            raise CheckpointError(f"tensor {name!r} cannot be saved: {error}") from None
         return dict.fromkeys(communicator.addressable, value), layout
     larger = on_larger_mesh(value.layout, mesh)
     if larger is None or not set(communicator.addressable) <= value.shards.keys():

@@ -98,8 +98,7 @@ def spread(
 ) -> tuple[dict[str, object], dict[str, KeyPath]]:
     """Return values under the names that `flatten` would give them, and the keys of all names.
 
-    Other formats store a list of dicts as one value. Raises CheckpointError if two values get one
-    name.
+    Other formats store a list of dicts as one value. Raises CheckpointError if two names are equal.
 
     >>> spread({"groups": [{"lr": 1}]}, {})
     ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})
@@ -193,7 +192,7 @@ def decode_value(value: object) -> object:
                     return {decode_value(key): decode_value(inner) for key, inner in items}
         case None | bool() | int() | float() | str():
             return value
-    raise ValueError("is not an encoded value")
+    raise ValueError("is not a value as sharding_info.json encodes it")
 
 
 def encode_path(path: KeyPath) -> list[object]:

@@ -160,7 +160,7 @@ class ObjectPath(StoragePath):
         return entry is not None and (entry.kind != "directory" or bool(self.list()))
 
     def open(self) -> SourceFile:
-        """Open an object."""
+        """Open the object at this URL for reading."""
         entry = self.look()
         if entry is None:
             raise CheckpointError(f"{self}: cannot be read: there is no such file")
@@ -184,7 +184,7 @@ class ObjectPath(StoragePath):
         overwrite: bool,
         mode_of: str | None = None,  # noqa: ARG002  # files have none
     ) -> None:
-        """Upload a file from pieces."""
+        """Upload a file that consists of `pieces`, one after the other."""
         staging = Staging({"": num_bytes}, directory=False, overwrite=overwrite)
         with self.stage(staging) as staged, staged.file("") as write:
             end = 0
@@ -290,8 +290,7 @@ _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
 class RangePrefetcher:
     """Requests ranges of files in a store before one thread reads them, in the same order.
 
-    If the iterator `stretches` raises an error, no more ranges are requested: the reader will get
-    the same error.
+    After an error of the iterator `stretches` no range is requested; the reader gets it, too.
     """
 
     def __init__(
@@ -401,7 +400,7 @@ class _Uploads:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Upload a file from start to end."""
+        """Yield a function that uploads a file from start to end."""
         path, end = self._at(name), 0
         with _written(path):
             file = self._open[name] = _open_uncommitted(

@@ -212,8 +212,7 @@ class StoragePath(PurePosixPath, ABC):
         """Write a file from pieces, which appears once it is complete and flushed.
 
         Its mode and owner are those of the replaced file, or of its neighbor `mode_of`, if the
-        storage has these. After an exception, such as an `OutputExistsError`, the file does not
-        exist.
+        storage has these. After an exception, such as `OutputExistsError`, there is no new file.
         """
 
     @abstractmethod
@@ -305,8 +304,8 @@ def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
     """Raise a `CheckpointError` if a file of this name cannot be written."""
     if path.taken() and not overwrite:
         raise output_exists(path)
-    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
-        raise CheckpointError(f"{path}: {problem}")
+    if problem := "it is a directory; name a file" if path.is_dir() else path.refusal():
+        raise CheckpointError(f"{path}: this file cannot be written: {problem}")
 
 
 def is_temporary(name: str) -> bool:

@@ -131,8 +131,7 @@ class HeaderFiles:
 class Snapshot(NamedTuple):
     """The identities of files, taken before a checkpoint is opened.
 
-    Call `check_unchanged` after all reads: if a file was rewritten meanwhile, old and new parts may
-    have been mixed.
+    Call `check_unchanged` after all reads: files rewritten meanwhile may mix old and new parts.
     """
 
     place: StoragePath

@@ -71,8 +71,8 @@ def parse_json(
     """
 
     def fail(problem: str) -> Never:
-        text = f"the {title} {problem}; the file is damaged, restore it"
-        raise CheckpointError(f"{file}: {text}") from None
+        why = f"{file}: the {title} {problem}; the file is damaged, restore it"
+        raise CheckpointError(why) from None
 
     def without_repeats(pairs: list[tuple[str, object]]) -> object:
         value = dict(pairs)

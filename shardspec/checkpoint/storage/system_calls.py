@@ -34,10 +34,7 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file or directory.
-
-    Returns False if another process has the lock, and None if the file system has no locks.
-    """
+    """Lock a file; return False if another process has the lock, None without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -64,5 +64,5 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
 
 
 def part_text(kind: str) -> str:
-    """Return the description of a file of one of `PARTS`, for errors."""
-    return f"one of several files of {kind}, which are not read one by one; {PARTS[kind][1]}"
+    """Return the kind of a file of one of `PARTS`, and the remedy, for errors."""
+    return f"{kind}, which are not read one by one; {PARTS[kind][1]}"

@@ -98,7 +98,7 @@ _NAMES: Final[unpickler.PickledNames] = {
 def read_metadata(
     path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
-    """Return entries, their files and offsets, Megatron-core's flat tensors, and nested keys."""
+    """Return four dicts by name: entries, places in files, Megatron's flat shapes, nested keys."""
     with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata", room_per_byte=_ROOM_PER_BYTE)
@@ -152,7 +152,7 @@ def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
 def outline_of(
     name: str, entry: Record, places: Places, ranks: Mapping[StoragePath, int], flat: object
 ) -> tuple[Outline[StoredChunk], bool]:
-    """Return a tensor as the metadata describes it, and True if a chunk is listed twice.
+    """Return (tensor as the metadata describes it, True if a chunk is listed twice).
 
     Raises ValueError or TypeError if the metadata is inconsistent.
     """
@@ -169,7 +169,7 @@ def outline_of(
     repeated = False
     for chunk in listed:
         if not isinstance(chunk, Record):
-            raise ValueError(f"a chunk is a {type(chunk).__name__}, not a record")
+            raise ValueError(f"a chunk is a {type(chunk).__name__}, not a ChunkStorageMetadata")
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
         if 0 in sizes:
             continue

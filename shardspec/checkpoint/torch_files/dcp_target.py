@@ -39,8 +39,7 @@ def dcp_target(
     """Return an output directory that `torch.distributed.checkpoint.load` reads.
 
     `layouts`, by name in the output, have no pending reductions. `extras` are entries that are not
-    tensors, stored in the file of the first device. `paths` are the keys of both in a nested state
-    dict.
+    tensors, stored in the file of the first device. `paths` are the nested keys of both.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, extras):

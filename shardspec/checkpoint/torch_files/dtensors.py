@@ -153,7 +153,7 @@ class _DTensors:
         num_bytes = self._archive.record(name).num_bytes
         most = 0 < prod(tensor.shape) <= _MAX_DEVICES and num_bytes <= 8 * _MAX_DEVICES
         if letter is None or not most:
-            raise ValueError(f"a mesh has shape {list(tensor.shape)} and dtype {tensor.dtype}")
+            raise ValueError(f"ids of a mesh have shape {list(tensor.shape)}, dtype {tensor.dtype}")
         check_record(tensor, self._archive)
         with self._archive.path.open() as file:
             data = self._archive.read(file, name)
@@ -208,7 +208,7 @@ def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     flattened = [(_flat(sizes), _flat(strides)) for sizes, strides in parts]
     for sizes, strides in flattened:
         if len(sizes) != len(strides):
-            raise ValueError(f"an axis of a mesh has sizes {list(sizes)}, strides {list(strides)}")
+            raise ValueError(f"a mesh axis has {len(sizes)} sizes, but {len(strides)} strides")
     return flattened
 
 

@@ -153,11 +153,11 @@ class Foreign(Record):
         self.append((key, value))
 
     def append(self, item: object) -> None:
-        """Keep an item, as of a list."""
+        """Store an item that the pickle appends to the object."""
         self.extend((item,))
 
     def extend(self, items: Iterable[object]) -> None:
-        """Keep items, as of a list."""
+        """Store items that the pickle appends to the object."""
         self.more = [] if self.more is None else self.more
         self.more.extend(items)
 

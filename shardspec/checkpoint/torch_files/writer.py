@@ -268,7 +268,7 @@ class Archive:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size of the archive."""
+        """Size of the zip file in bytes."""
         return self._end + len(self._directory([0] * len(self._gaps)))
 
     @cached_property

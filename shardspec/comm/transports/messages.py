@@ -49,7 +49,7 @@ class Messages:
         """Do nothing: peers notice when the process ends, or at the timeout of the group."""
 
     def move(self, stages: Iterable[Stage]) -> None:
-        """Fill targets; see `Transport.move`."""
+        """Fill the targets of stages by messages; see `Transport.move`."""
         for stage in stages:
             on_cpu = all(shard.device.type == "cpu" for shard in stage.source.values())
             most = STAGED_BYTES // 2 if on_cpu else _ACCELERATOR_BYTES

@@ -67,7 +67,7 @@ class Region(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Region":
-        """Return the region of a tensor."""
+        """Return the address, shape and strides of a tensor's memory as a region."""
         item, steps = tensor.element_size(), tensor.stride()
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in steps), item)
 
@@ -100,7 +100,7 @@ class Region(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """Bytes from the start to the first gap."""
+        """Bytes from the start of the array to the first gap in memory."""
         run = self.item_bytes
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != run:
@@ -310,7 +310,7 @@ class PeerMemory:
         return False
 
     def move(self, stages: Iterable[Stage]) -> None:
-        """Fill targets; see `Transport.move`. Only addends need buffers."""
+        """Fill the targets of stages from peers' memory; see `Transport.move`."""
         for stage in stages:
             try:
                 self._move(stage)

@@ -1,4 +1,4 @@
-"""Stages: the boxes that a transport moves at once, with their places in memory and their order.
+"""Defines stages: boxes that a transport moves at once, their places in memory and their order.
 
 A stage is sent in waves: messages that are in flight together. This module also packs messages.
 """

@@ -226,7 +226,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return (shard, initial gradient) pairs for an output and its gradient, if it is tracked."""
+    """Return (shard, initial gradient) of each shard of an output; [] if it is not tracked."""
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if is_torch_dtensor(start):

@@ -131,12 +131,12 @@ class TensorLike(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Element type."""
+        """The dtype of the elements."""
         return torch_dtype(self.layout.dtype)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The devices."""
+        """The mesh of the devices that have the shards."""
         return self.layout.mesh
 
     @property
@@ -304,8 +304,8 @@ class TensorLike(torch.Tensor):
             part.is_copy or self._is_tracked() or gained_history
         ):
             raise LayoutError(
-                f"a part of shape {tuple(self.shape)} was taken before its tensor of layout "
-                f"{part.base.layout} was written to; take it again"
+                f"a view of shape {tuple(self.shape)} is out of date, since its tensor of layout "
+                f"{part.base.layout} was written to; take the view again"
             )
 
     def _write(self, shards: Mapping[int, torch.Tensor]) -> None:

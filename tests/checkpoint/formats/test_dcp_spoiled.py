@@ -192,12 +192,12 @@ def half_a_character(metadata):
 
 def half_a_character_as_name(metadata):
     metadata.state_dict_metadata["\ud800"] = of(metadata, "step")
-    return r".metadata: '\ud800': an entry needs a name and a kind; the metadata is inconsistent"
+    return r".metadata: '\ud800': an entry has no name, or is neither a tensor"
 
 
 def number_as_name(metadata):
     metadata.state_dict_metadata[3] = of(metadata, "step")
-    return ".metadata: 3: an entry needs a name and a kind; the metadata is inconsistent"
+    return ".metadata: 3: an entry has no name, or is neither a tensor"
 
 
 def own_class(metadata):

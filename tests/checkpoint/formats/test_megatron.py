@@ -160,7 +160,7 @@ def test_rules_of_the_caller(tmp_path):
     [
         ('"a" = 3', "the rule of 'a' is 3; give a spec in quotes"),
         ('a.b = "[R]"', "the rule of 'a' is {'b': '[R]'}; give a spec in quotes"),
-        ('"a" = "[X]"', "the rule of 'a': "),
+        ('"a" = "[X]"', "the rule of 'a' is not a spec: "),
         ('"a" = {spec = "[R]", parts = 2}', "the rule of 'a' is {'spec': '[R]', 'parts': 2}; give"),
         (
             '"a" = {spec = "[S(tp)]", parts = 0}',

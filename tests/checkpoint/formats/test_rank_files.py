@@ -212,7 +212,7 @@ def test_every_set_of_missing_ranks_is_named(ckpt, lost, said):
     due = f"the files of ranks {ranks} of 4 are missing; restore them"
     if len(missing) == 1:
         due = f"the file of rank {ranks} of 4 is missing; restore it"
-    assert refused(ckpt) == f"{ckpt}: {due}"
+    assert refused(ckpt) == f"{ckpt}: rank files do not match: {due}"
 
 
 def test_swapped_files_are_refused(ckpt):
@@ -265,16 +265,16 @@ def test_a_rank_that_contradicts_the_others(ckpt, stray, problem):
 def test_one_file_too_many(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format(4))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(4)}: not of a rank from 0 to 3, or of one that has two files; move "
-        "away what is of another save"
+        f"{ckpt}: rank files do not match: {NAME.format(4)}: not of a rank from 0 to "
+        "3, or of one that has two files; move away what is of another save"
     )
 
 
 def test_two_files_of_one_rank(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format("00"))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(0)}, {NAME.format('00')}: not of a rank from 0 to 3, or of one that "
-        "has two files; move away what is of another save"
+        f"{ckpt}: rank files do not match: {NAME.format(0)}, {NAME.format('00')}: not of a "
+        "rank from 0 to 3, or of one that has two files; move away what is of another save"
     )
 
 
