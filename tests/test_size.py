@@ -25,7 +25,7 @@ BUDGET = {
     "shardspec/profiling": (379, 3),
     "shardspec/resharding": (4690, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3383, 16),
-    "tests": (57187, 352),  # 98 lines hold the rules of plain English
+    "tests": (57189, 352),  # 98 lines hold the rules of plain English
 }
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -290,9 +291,10 @@ def test_as_many_dims_as_numpy_indexes_are_checked(dims):
 
 
 def test_names_that_are_not_text_are_refused():
+    odd: Any = {3: (2,)}
     map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
     with pytest.raises(LayoutError, match="3 is not the name"):
-        check_map(map_, {3: (2,)}, {"b": (2,)})
+        check_map(map_, odd, {"b": (2,)})
 
 
 def test_numbers_without_end_and_odd_braces_are_refused_at_once():
