@@ -54,8 +54,16 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(f"a line has more than {_MAX_DOTS} dots; write it in several lines")
     try:
         return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_problem(error)) from None
+
+
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a text that a parser refuses."""
+    if isinstance(error, RecursionError):
+        return "it nests too deep"
+    # Python's limit on digits is the one error that parsers pass on as it is.
+    return "a number has thousands of digits" if type(error) is ValueError else str(error)
 
 
 def read_json_object(path: PurePath) -> dict[str, object]:
@@ -63,7 +71,7 @@ def read_json_object(path: PurePath) -> dict[str, object]:
     try:
         value = json.loads(read_input_file(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from None
+        raise InputFileError(f"{path}: cannot be read: {_problem(error)}") from None
     if not isinstance(value, dict):
         raise InputFileError(f"{path}: is not a JSON object, such as a model's config")
     return value

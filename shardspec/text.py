@@ -18,6 +18,10 @@ _WRAPPED_WIDTH: Final = 20
 """Width to which texts are wrapped before optional columns are omitted."""
 _MIN_WIDTH: Final = 8
 """Width below which no text is shortened."""
+_FRONTS: Final = (0.5, 0.25, 0.0)
+"""Parts of a shortened text that may be its beginning."""
+_SAMPLED: Final = 1000
+"""Rows that decide which part of their names is shown."""
 
 _DIGITS: Final = re.compile(r"\d+", re.ASCII)
 
@@ -179,16 +183,19 @@ def table_lines(
 
     Columns in `numbers` are aligned to the right. Without `empty_columns`, columns that are empty
     below the header are omitted. A table wider than `fits` omits columns of `optional`, in this
-    order, until it fits. Then texts are shortened in the middle, first those of column `flexible`;
-    with `wraps`, that column continues on further lines instead.
+    order, until it fits. Then texts are shortened, first those of column `flexible`, where most of
+    them stay different; with `wraps`, that column continues on further lines instead.
 
     >>> list(table_lines(["name", "bytes"], lambda: [["w", "16"]], numbers=[1]))
     ['name   bytes', '────────────', 'w         16']
     """
     # rich would take a minute for 100,000 rows.
     widths = [0] * len(header)
+    sample: list[str] = []
     for row in rows():
         widths = [max(width, _width(cell)) for width, cell in zip(widths, row, strict=True)]
+        if len(sample) < _SAMPLED:
+            sample.append(row[flexible])
     columns = [column for column, width in enumerate(widths) if width or empty_columns]
     for cells in (header, footer or header):
         widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
@@ -205,6 +212,11 @@ def table_lines(
     texts = (flexible, *(column for column in columns if column not in numbers))
     for column, most in (*product(texts, [target_width]), *product(texts, [_MIN_WIDTH])):
         widths[column] = max(min(widths[column], most), widths[column] - excess())
+    # Names of tensors often differ at the end only.
+    fronts = dict.fromkeys(columns, _FRONTS[0])
+    fronts[flexible] = max(
+        _FRONTS, key=lambda front: len({shortened(t, widths[flexible], front) for t in sample})
+    )
 
     def lines(row: Sequence[str]) -> Iterator[str]:
         parts = wrapped(row[flexible], widths[flexible]) if wraps else [row[flexible]]
@@ -215,7 +227,7 @@ def table_lines(
             for column in columns:
                 text, width = row[column], widths[column]
                 if len(text) > width or not (text.isascii() and text.isprintable()):
-                    text = shortened(text, width)
+                    text = shortened(text, width, fronts[column])
                     width += len(text) - _width(text)
                 cells.append(text.rjust(width) if column in numbers else text.ljust(width))
             yield "   ".join(cells).rstrip()
@@ -270,16 +282,19 @@ def fitted(text: str, width: int, most: int) -> str:
     return "\n".join(lines)
 
 
-def shortened(text: str, width: int) -> str:
-    """Return a printable text of at most `width` columns, cut in the middle if it is longer.
+def shortened(text: str, width: int, front: float = 0.5) -> str:
+    """Return a printable text of at most `width` columns; a part `front` of them is its beginning.
 
     >>> shortened("model.layers.17.mlp.up_proj.weight", 20)
     'model.laye…oj.weight'
+    >>> shortened("model.layers.17.mlp.up_proj.weight", 20, 0)
+    '….mlp.up_proj.weight'
     """
     text = printable(text)
     keeps = width - 1
     while keeps > 0 and _width(text) > width:
-        cut = f"{text[: keeps - keeps // 2]}…{text[len(text) - keeps // 2 :]}"
+        first = round(keeps * front + 0.1)
+        cut = f"{text[:first]}…{text[len(text) - keeps + first :]}"
         if _width(cut) <= width:
             return cut
         keeps -= 1

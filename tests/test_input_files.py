@@ -40,6 +40,14 @@ def test_refuses_toml_that_would_take_long(
     assert time.process_time() - started < 2
 
 
+def test_numbers_of_thousands_of_digits_are_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}")
+    for read in (lambda: NameMap.parse(f"sizes.a = {'9' * 5000}"), lambda: model_layouts(path, "")):
+        with pytest.raises(ShardSpecError, match="number has thousands of digits"):
+            read()
+
+
 def test_reads_long_rows_of_fractions_and_many_short_keys() -> None:
     text = f"a = {[n + 0.5 for n in range(500)]}\n" + "b.c.d.e = 1.5e-3\n"
     assert parse_toml(text) == tomllib.loads(text)

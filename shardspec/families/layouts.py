@@ -226,7 +226,7 @@ class _Sharded:
         padding: dict[str, int] = {}
         for target in self._targets():
             dims = parse_view(target.view)
-            shape = tuple(prod(self._known[factor] for factor in factors) for factors in dims)
+            shape = self._model.shape_of(target.view)
             spec: ShardingSpec | None = None
             if kind == "fsdp":
                 spec = ShardingSpec(len(shape), {0: DimSpec(("dp",))} if shape else {})

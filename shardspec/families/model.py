@@ -91,6 +91,14 @@ class Model:
         for numbers in product(*ranges):
             yield dict(zip(names, numbers, strict=True))
 
+    def shape_of(self, view: str) -> Shape:
+        """Return the shape of a view such as ``(two f) h``; LayoutError if a size is missing."""
+        known, dims = known_sizes(self.sizes), parse_view(view)
+        for factor in (name for factors in dims for name in factors):
+            if factor not in known:
+                raise _missing_key(self.family, unknown_root(factor, self.sizes))
+        return tuple(prod(known[name] for name in factors) for factors in dims)
+
     def shapes(self) -> dict[str, Shape]:
         """Return the names and shapes of all tensors.
 
@@ -100,13 +108,9 @@ class Model:
         >>> model_of(shipped_family("llama"), config).shapes()["lm_head.weight"]
         (32, 8)
         """
-        known, shapes = known_sizes(self.sizes), {}
+        shapes = {}
         for tensor in self.tensors:
-            dims = parse_view(tensor.side[1])
-            for factor in (name for factors in dims for name in factors):
-                if factor not in known:
-                    raise _missing_key(self.family, unknown_root(factor, self.sizes))
-            shape = tuple(prod(known[name] for name in factors) for factors in dims)
+            shape = self.shape_of(tensor.side[1])
             for numbers in self.instances(tensor.side[0]):
                 shapes[filled(tensor.side[:1], numbers)[0]] = shape
         return shapes
@@ -128,7 +132,7 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
     if count is None:
         raise _missing_key(family, unknown_root("{i}", every))
     if not 0 < count < 10**6:
-        raise LayoutError(f"the config has {count} layers; give a number from 1 to 999999")
+        raise LayoutError(f"the config has {shown(count)} layers; give a number from 1 to 999999")
     sparse = moe_layers({**known, **values}, count)
     kinds = {
         "": range(count),
@@ -192,6 +196,14 @@ def _values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
             if name in values:
                 plain[key] = values[name]
                 break
+    for name in {*family.sizes, *family.defaults} & plain.keys():
+        value = plain[name]
+        is_size = isinstance(value, int) and 0 <= value < 1 << 63
+        if "_" in name and not is_size and value is not None:
+            raise LayoutError(
+                f"the config has {shown(value, 40)} for {shown(name)}; give a whole number from 0 "
+                "to 2^63 - 1"
+            )
     return plain
 
 

@@ -293,7 +293,7 @@ def _checked(
     if resolved.dims != len(shape):
         raise LayoutError(
             f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
-            f"{shape} has {counted(len(shape), 'dim')}"
+            f"{shown(shape)} has {counted(len(shape), 'dim')}"
         )
     for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
         total = sum(part.size for part in cut.parts)

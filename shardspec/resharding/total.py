@@ -34,8 +34,8 @@ from shardspec.text import Argument, first_of, shown
 _SHOWN: Final = 3
 _MAX_CELLS: Final = 1 << 24
 """Cells of the grid in which the views of a tensor are counted."""
-_MAX_DIMS: Final = 64
-"""Dims of an array of numpy."""
+_MAX_DIMS: Final = 63
+"""Dims that numpy indexes by one array each."""
 
 Index: TypeAlias = tuple[int, ...]
 _Ints: TypeAlias = npt.NDArray[np.int64]
@@ -105,6 +105,8 @@ def check_map(
     ("'b': nothing is written at index (2,)",)
     """
     for name, shape in (*source.items(), *target.items()):
+        if not isinstance(name, str):
+            raise LayoutError(f"{shown(name)} is not the name of a tensor; give a string")
         if (
             not isinstance(shape, Sequence)
             or whole_numbers(shape) is None

@@ -372,3 +372,19 @@ def test_zero_shared_experts_have_matrices_without_rows_and_null_has_none(label)
     without = model({**config, "n_shared_experts": None}).shapes()
     assert {**files, **without} == files
     assert not any("shared_experts" in own_name for own_name in without)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "head_dim"])
+@pytest.mark.parametrize("value", [2.5, "8", -1, 2**63, 10**4000, [8]])
+def test_a_config_with_a_size_that_is_none_is_refused_by_its_key(key, value):
+    config = {**HF["qwen3"]["config"], key: value}
+    for read in (model, lambda config: model_layouts(config, "megatron:tp=2")):
+        with pytest.raises(LayoutError, match=f"{key}.*whole number"):
+            read(config)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads"])
+def test_layouts_of_a_config_without_a_size_are_refused_by_its_key(key):
+    config = {**HF["qwen3"]["config"], key: None}
+    with pytest.raises(LayoutError, match=f"lacks '{key}'"):
+        model_layouts(config, "megatron:tp=2")

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -276,6 +277,24 @@ def test_odd_shapes_are_refused(shape):
     map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
     with pytest.raises(LayoutError, match=r"shape|dims"):
         check_map(map_, {"a": shape}, {"b": shape})
+
+
+@pytest.mark.parametrize("dims", [63, 64, 65])
+def test_as_many_dims_as_numpy_indexes_are_checked(dims):
+    map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
+    shapes = {"a": (2,) * dims}, {"b": (2,) * dims}
+    if dims == 63:
+        assert check_map(map_, *shapes)
+    else:
+        with pytest.raises(LayoutError, match=f"{dims} dims"):
+            check_map(map_, *shapes)
+
+
+def test_names_that_are_not_text_are_refused():
+    odd: Any = {3: (2,)}
+    map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
+    with pytest.raises(LayoutError, match="3 is not the name"):
+        check_map(map_, odd, {"b": (2,)})
 
 
 def test_numbers_without_end_and_odd_braces_are_refused_at_once():
