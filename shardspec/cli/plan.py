@@ -383,7 +383,7 @@ def plan_state_command(
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
-    """Return the mesh in the options, with the links in the options, if any."""
+    """Return the mesh in the options; if they describe links, it has these."""
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh

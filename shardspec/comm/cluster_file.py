@@ -183,7 +183,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
 
 
 def _scaled(key: str, value: object, unit: float) -> float:
-    """Return a number in seconds, given the number of its units in a second."""
+    """Return `value` in seconds, where `unit` is the number of its units in a second."""
     number = seconds(value / unit) if _is_number(value) else None
     if number is None:
         raise ProfileError(f"{key} is {shown(value)}; in seconds, give {SECONDS_RULE}")

@@ -220,7 +220,7 @@ class CostModel:
         return "; ".join(texts)
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return those of `axes` that have more than one device, ascending."""
+        """Return the axes in `axes` that have more than one device, ascending."""
         return tuple(axis for axis in sorted(axes) if self.mesh_shape[axis] > 1)
 
     def _count(self, axes: Iterable[int]) -> int:

@@ -197,7 +197,7 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
 def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> float:
     """Return a lower bound of the busiest holder's load.
 
-    Boxes that only some k holders have are sent by these, so one sends at least a k-th of them.
+    k holders send all boxes that only they have, so one of the k sends at least a k-th.
     """
     loads = sorted(load.values())
     lowest = sorted(
@@ -211,7 +211,7 @@ def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> 
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
-    """Divide `total` among holders so that the lowest loads rise to a common level."""
+    """Return each holder's part of `total`, so that the lowest loads rise to a common level."""
     level = below = 0.0
     for count, amount in enumerate(sorted(load), 1):
         if count > 1 and level < amount:

@@ -360,7 +360,7 @@ class _Sharded:
             )
 
     def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:
-        """Return the mesh of the devices that have the tensor."""
+        """Return the mesh of the devices that store a target; `layer` is None outside of layers."""
         if self._parsed.kind == "fsdp":
             return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("replicate", "dp"))
         if self._parsed.kind != "megatron":

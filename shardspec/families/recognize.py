@@ -156,10 +156,7 @@ def require_known(model: Model, recognized: Recognized, where: object) -> None:
 def _spelling(
     model: Model, format: str, samples: Mapping[str, str], forms: Collection[str]
 ) -> Spelling:
-    """Return the prefixes of names in a source.
-
-    `samples` has one name for all that differ only in numbers.
-    """
+    """Return the prefixes of a source's names; `samples` has one for all that differ in numbers."""
     prefix = model.family.prefix["hf"]
     nested = format != "megatron" and prefix.count(".") > 2
     base = prefix[: prefix.index(".") + 1] if nested else ""
@@ -205,7 +202,7 @@ def _fitting(model: Model, format: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _users(names: Collection[str]) -> str:
-    """Return the families that have a tensor of the first name, as text for an error."""
+    """Return the families with a tensor of the first name in `names`, as text for an error."""
     form = next(map(form_of, names), "")
     users = []
     for family_name in family_names():

@@ -49,7 +49,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
 
 
 def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> Layout:
-    """Return a layout rewritten for the common mesh, which splits its axes into shorter ones."""
+    """Return `layout` on the common mesh, whose shorter axes `fine` replace those of its mesh."""
     dims = {}
     for dim, cut in enumerate(layout.spec.dim_specs):
         if axes := _finer(cut, layout.mesh, fine):
@@ -59,7 +59,7 @@ def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> L
 
 
 def _steps(mesh: DeviceMesh) -> list[int]:
-    """Return the devices of the innermost axis, of the innermost two, and so on: 2x3 gives 3, 6."""
+    """Return the numbers of devices on the last axis, the last two, and so on: 2x3 gives 3, 6."""
     return list(accumulate(mesh.shape[::-1], mul))
 
 
@@ -69,13 +69,13 @@ def _between(mesh: DeviceMesh, axis: int) -> range:
 
 
 def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
-    """Return the name of the axis that an axis of the common mesh is part of; "" without names."""
+    """Return the name of the axis of `mesh` that contains axis `cut` of the common mesh, or ""."""
     axes = enumerate(mesh.axis_names or ())
     return next((name for axis, name in axes if cut[0] in _between(mesh, axis)), "")
 
 
 def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the axes of the common mesh that replace the axes of a dim."""
+    """Return the axes of the common mesh that shard a dim instead of the axes `cut` of `mesh`."""
     places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
     return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)
 
@@ -107,7 +107,7 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
 
 @lru_cache(maxsize=64)
 def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
-    """Map each axis of `own` longer than 1 to an axis of `mesh`; None if `own` is not a slice."""
+    """Return axis of `own` -> same axis of `mesh`, without size 1; None if `own` is no slice."""
     first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
     shape = [own.shape[axis] for axis in longer]
     for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():

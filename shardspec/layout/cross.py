@@ -248,7 +248,7 @@ def count_pieces(have: Boxes, want: Boxes) -> int:
 
 
 def _max_live_elements(have: Boxes, want: Boxes) -> int:
-    """Return the elements of the boxes before and after, in sum, on the fullest device."""
+    """Return the most elements on one device: those that it has plus those that it wants."""
     return max(
         sum(box_size(boxes[device]) for boxes in (have, want) if device in boxes)
         for device in have.keys() | want.keys()
@@ -343,7 +343,7 @@ def _lowest(
 ) -> tuple[int, int] | None:
     """Return the pair with the lowest value, or the best so far once `enough` returns true.
 
-    `bound` has a lower bound of every pair's value. None if every value is infinite.
+    `bound` has a lower bound of every pair's value. Returns None if every value is infinite.
     """
     lowest, best_pair = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
@@ -357,7 +357,7 @@ def _lowest(
 
 
 def _least_exchange(leaving: _Candidates, arriving: _Candidates, model: CostModel) -> Floats:
-    """Return (leaving, arriving): a lower bound of the cost of an exchange between two specs.
+    """Return array [leaving, arriving]: a lower bound of the cost of an exchange of two specs.
 
     The bound is the longest time in which a device gets its missing elements over its fastest
     link. On a shared bus, the elements of all devices add up.

@@ -378,7 +378,7 @@ def cheapest_paths(
     totals: list[float] = []  # negative seconds of the cheapest complete paths, as a heap
 
     def cuts_from(start: int) -> dict[int, int]:
-        """Return the states reachable by slices alone, each with the number of slices."""
+        """Return state -> number of slices, for states that slices alone reach from `start`."""
         num_slices = {start: 0}
         todo = [start]
         for state in todo:
@@ -390,7 +390,7 @@ def cheapest_paths(
         return num_slices
 
     def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
-        """Yield (next node, seconds to it, states visited on the way)."""
+        """Yield (next node, seconds to it, states on the way) for paths of up to `most` seconds."""
         state, after_cut = node
         least = move[state] + rest
         for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():

@@ -216,7 +216,7 @@ class Picture:
         return sides[:-2], sides[-2] if dims > 1 else [], sides[-1] if sides else []
 
     def _blocks(self) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-        """Yield for each grid the box of the outer dims, and its numbered boxes row by row."""
+        """Yield (box of the outer dims, numbered boxes row by row) of each grid."""
         outer_sides, *inner = self._sides()
         numbers = {box: number for number, box in enumerate(sorted(self.cells))}
         for outer in product(*outer_sides) if numbers else ():
@@ -313,7 +313,7 @@ def _side_text(side: _Interval) -> str:
 def _lengths(
     sides: Sequence[_Interval], needed: Sequence[int], element: int, to_scale: int
 ) -> list[int]:
-    """Return the drawn length of each interval of a dim: to scale in short dims, or else equal."""
+    """Return the drawn length of each interval of a dim: to scale in short dims, equal in long."""
     if not sides or sides[-1][1] > to_scale:
         return [max(needed)] * len(needed)
     sizes = [hi - lo for lo, hi in sides]

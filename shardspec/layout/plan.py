@@ -111,7 +111,7 @@ class ConversionPlan:
 
     @property
     def _between_hosts(self) -> Link | None:
-        """The link between hosts, if the two meshes are on several hosts."""
+        """The link between hosts; None unless the two meshes are on several hosts."""
         cluster = None if self.target_model is None else self.model.cluster
         ids = {*self.source.mesh.ids, *self.target.mesh.ids}
         return cluster.between if cluster and len(cluster.by_host(ids)) > 1 else None

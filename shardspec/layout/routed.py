@@ -254,9 +254,9 @@ class Routing:
 
         @cache
         def reached(varying: int) -> Floats:
-            """Return elements and peers received from, then elements and peers sent to.
+            """Return four arrays: elements received, senders, elements sent, receivers.
 
-            A device counts as its own peer. Replicas share the sending equally.
+            They count peers that differ from a device along axes `varying` only, or not at all.
             """
             asking = varying & used | sharing
             totals = np.ones((4, len(targets), len(self._rows)))
@@ -339,8 +339,8 @@ class Routing:
 def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, Ints]:
     """Return the devices to price, and the axes on which each differs from every device.
 
-    The arrays are the devices to price; (these, devices): one bit per axis that differs; the
-    distinct values of these bits; and (these, devices): the index of the bits among the values.
+    The arrays are the `rows` to price, `differ[row, device]` with one bit per axis that differs,
+    the distinct values of `differ`, and the index of each element of `differ` among the values.
     """
     coordinates = device_coordinates(mesh_shape)
     rows = np.arange(len(coordinates))

@@ -155,7 +155,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Finish reductions, then slice, permute or exchange; return these or the naive moves.
+    """Return moves that finish reductions, then slice, permute or exchange; else naive moves.
 
     All conversions of specs with parts or blocks are planned here.
     """

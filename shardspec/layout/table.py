@@ -315,7 +315,7 @@ def _from_prices(
     targets: Sequence[Layout],
     model_of: Callable[[DeviceMesh], CostModel],
 ) -> Floats | None:
-    """Return (sources, targets): the seconds for one tensor; None if there are too many specs."""
+    """Return array [source, target] of seconds for one tensor; None if no prices are tabulated."""
     tensor = sources[0]
     if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None

@@ -61,7 +61,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
 
 
 def _places(cuts: Cuts, num_axes: int) -> list[int]:
-    """Return one number for dim and position of each axis in a spec; 0 for an unused axis."""
+    """Return a number per axis that encodes its dim and position in a spec; 0 if unused."""
     places = [0] * num_axes
     for dim, axes in enumerate(cuts):
         for index, axis in enumerate(axes):

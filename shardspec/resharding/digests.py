@@ -371,7 +371,7 @@ def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
 
 @lru_cache(8)
 def _word_keys(seed: int) -> _Words:
-    """Return the keys of the positions in a row of 64-bit words, two rows of keys per lane."""
+    """Return an array with a column of keys per word of a segment, and two rows per lane."""
     places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
     return _keys(places, range(_WORDS, _COVER), seed)
 
@@ -385,7 +385,7 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
-    """Return the row-major index of each element of a box in a tensor of these sizes."""
+    """Return the row-major index of each element of box `intervals` in a tensor of `sizes`."""
     numbers: _Words = np.array([0], np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
         inner = np.arange(lo, hi, dtype=np.uint64)
@@ -446,7 +446,7 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return the two lanes of rows, or of the parts of rows that begin at word `at`."""
+    """Return the two lanes of segments `numbers`; rows of `block` begin at their element `at`."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]

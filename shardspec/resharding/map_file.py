@@ -65,7 +65,7 @@ def _tables(fields: _Table, key: str, keys: Collection[str]) -> list[dict[str, o
 
 
 def _side(table: _Table, end: str) -> Side:
-    """Return the ``source`` or ``target`` of a TOML table, as `end` says."""
+    """Return the value of key `end`, ``source`` or ``target``, in a TOML table."""
     value = table.get(end)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):

@@ -335,7 +335,7 @@ def _sides(
 def _bindings(
     map_: NameMap, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
 ) -> dict[str, Binding]:
-    """Match a pattern with names; return matching name -> number of each placeholder."""
+    """Return each name that matches `pattern` -> the numbers of its placeholders."""
     if "{" not in pattern:
         return {pattern: {}} if pattern in names else {}
     check_pattern(pattern)
@@ -370,7 +370,7 @@ def _view(
 
 
 def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
-    """Return an error text about views; it names the config's keys, or the missing one."""
+    """Return the text of an error in a view, with sizes called by their keys in the config."""
     sizes = known_sizes(map_.sizes)
     words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
     unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)
@@ -391,7 +391,7 @@ def _bounded(count: int) -> None:
 
 
 def _stacked(ours: Side, theirs: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
-    """Return the range of a placeholder if one source stacks all targets, as experts are stacked.
+    """Return placeholder -> its numbers, where one source stacks the targets, such as experts.
 
     In ``source = ["experts", "e h c", "e[{e}]"]`` and ``target = "expert.{e}"``, the placeholder
     stands for each index of the factor `e`.

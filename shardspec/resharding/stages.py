@@ -430,7 +430,7 @@ def near_and_far(copies: Iterable[Copy], cluster: Cluster) -> tuple[list[Copy], 
 def _merged(
     near: Iterable[Copy], far: Iterable[Far], width_of: Callable[[int], int]
 ) -> tuple[list[Copy], list[Far]]:
-    """Join copies with the same holders and receivers to one of the same size, to price faster."""
+    """Replace copies of equal holders and receivers by one of their total size, to price faster."""
     inside: Counter[tuple[Holders, int]] = Counter()
     for copy in near:
         inside[copy.holders, copy.receiver] += copy.num_bytes
@@ -515,8 +515,8 @@ def _shared(
 ) -> Iterator[list[tuple[Copy, int]]]:
     """Divide each copy among the hosts or devices that are listed with it.
 
-    Yields a list of (part, host or device) per copy. Shares are even if `loads`, the bytes that
-    hosts or devices already send, are counted too.
+    Yields a list of (part, its host or device) per copy. What each of them sends becomes even in
+    total, including `loads`, the bytes that hosts or devices already send.
     """
     fixed = list(loads)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
@@ -529,7 +529,7 @@ def _shared(
 
 
 def _with_centers(far: Iterable[Far], cluster: Cluster) -> Iterator[Far]:
-    """Divide boxes that several hosts need; yield the parts, each with the host that forwards it.
+    """Divide boxes that several hosts need; give each part a host that forwards it, if any does.
 
     A box that goes to n hosts is sent n times: once by a host that has it, and n - 1 times by any.
     """

@@ -260,7 +260,7 @@ def _distinct(numbers: _Ints) -> _Ints:
 
 
 def _intervals(factors: Sequence[Factor]) -> _Ints:
-    """Return where the intervals of a dim that a view covers start and end, ascending."""
+    """Return rows (starts, ends) of the intervals of a dim that a view covers, ascending."""
     starts, stops, width = np.array([0]), np.array([1]), 1
     for factor in reversed(factors):
         first = factor.start * width

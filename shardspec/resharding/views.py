@@ -321,7 +321,7 @@ def composed(first: View, second: View) -> View | None:
 def _paired(
     first: tuple[Factor, ...], second: tuple[Factor, ...]
 ) -> list[tuple[tuple[Factor, ...], tuple[Factor, ...]]]:
-    """Return the factors of a dim under two views: one by one if their sizes are equal."""
+    """Return pairs of equal ranges of a dim's factors in two views: single factors, or all."""
     if [factor.size for factor in first] != [factor.size for factor in second]:
         return [(first, second)]
     return [((a,), (b,)) for a, b in zip(first, second, strict=True)]
@@ -374,7 +374,7 @@ def parts_of_view(
 def _runs(
     factors: Sequence[Factor], box: Box, steps: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return (first index, length, step, bytes before) of the intervals of one dim."""
+    """Return (first index, length, step, bytes before) of a dim's intervals that `box` covers."""
     runs, weight = [(0, 1, 0, 0)], 1
     for factor in reversed(factors):
         (lo, hi), step = box[factor.axis], steps[factor.axis]

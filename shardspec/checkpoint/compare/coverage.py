@@ -44,15 +44,18 @@ Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
 def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """Return the first region of a tensor that boxes do not cover exactly once; None if they tile.
 
-    Boxes must not be empty. A sweep along the first dim finds the ranges of indices in which the
-    same boxes overlap, and sweeps each range along the next dim. n boxes take O(n log n) per dim.
+    Boxes must not be empty. n boxes take O(n log n) per dim.
 
     >>> find_flaw((4, 2), (((0, 3), (0, 2)),))
     (((3, 4), (0, 2)), ())
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Find a flaw where the first dims are in `prefix`; all boxes of `met` cover these dims."""
+        """Return the first flaw in a region, or None; recurses from dim to dim.
+
+        The region has the intervals `prefix` in the first dims, and is unrestricted in the others.
+        `met` has the indices of the boxes that contain the intervals `prefix`.
+        """
         dim = len(prefix)
         if not met or dim == len(shape):
             rest = ((0, size) for size in shape[dim:])

@@ -267,7 +267,7 @@ def _difference(
     files: OpenFiles,
     compared: Callable[[int], None],
 ) -> Difference | None:
-    """Return the difference of two tensors, if any; `compared` is called with the bytes read."""
+    """Return how two tensors differ, None if they are equal; pass the bytes read to `compared`."""
     if x.shape != y.shape:
         shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
         return Difference(name, f"has shape {shapes}")
@@ -310,7 +310,7 @@ def _difference(
 
 
 def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
-    """Return the values of an element in both tensors as text, with a placeholder for ranks."""
+    """Return one element's values in `x` and `y` as text, with a ``{}`` for the ranks of each."""
     values = [
         repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
     ]
@@ -323,7 +323,7 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
 def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
-    """Return the extent of the difference of elements, whose bytes are `a` and `b`."""
+    """Return how far elements of `x` and `y` differ, given their bytes `a` and `b`."""
     first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
     distances, sizes = _distances(first, second)
     nans = first != first, second != second

@@ -192,7 +192,7 @@ def _of_state(
 
 
 def _of_boxes(source: Catalog, chosen: Communicator, seed: int) -> dict[str, TensorDigest]:
-    """Return the digests, by tensor name, of the boxes of this process."""
+    """Return tensor name -> digest of the boxes that this process reads."""
     digests = {}
     for name in source.names:
         tensor = source.tensor(name)

@@ -113,7 +113,7 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield (box, range of a file) for each range to read: that of a digest, or else of a box."""
+    """Yield (box, file range to read): the range of its digest, or without one that of the box."""
     yielded = set()
     for stored in tensor.boxes:
         digest = stored.digest

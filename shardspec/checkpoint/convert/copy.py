@@ -270,7 +270,7 @@ def read_box(
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
 
         def read(part: BlockPart, room: memoryview = room) -> int | None:
-            """Read a part; return its CRC-32 if one read computed it."""
+            """Read a part into `room`; return its CRC-32 if `checks` has computed it, else None."""
             stored = part.stored
             if stored.computed is not None:
                 stored.computed.fill(part.start, part.steps, room, part.at)
@@ -317,7 +317,7 @@ def _reduce(
     read: Callable[[BlockPart], object],
     buffers: Buffers,
 ) -> None:
-    """Read all addends of a block, for example of two partial ranks, and sum them into `room`."""
+    """Call `read` for `parts`, the addends of a block in files, and sum them into `room`."""
     import numpy as np
 
     from shardspec.checkpoint.convert.numeric import reduce
@@ -345,7 +345,7 @@ def _read(
     scratch: memoryview,
     hook: _Seen | None,
 ) -> int | None:
-    """Read a part of a file into its places in `room`; return the CRC-32 of a checked row."""
+    """Read a part into `room`; return its CRC-32, None without `hook` or if the part has gaps."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
@@ -368,7 +368,7 @@ def _read(
 
 
 def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
-    """Copy the rows of a part from `data`, as they are in the file, to their places in `room`."""
+    """Copy a part from `data`, its range of the file, to its positions in the block `room`."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows do not need it.
     if len(outer) == 1 and width >= _LONG_ROW:
@@ -639,7 +639,7 @@ class Output:
                 self.progress(self._done, self._total)
 
     def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
-        """Write a file from start to end; without `blocks`, its boxes are written already."""
+        """Write a file from start to end; if `blocks` is None, its boxes are already written."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
             ((raw.offset, raw) for raw in file.raw),

@@ -131,7 +131,7 @@ def adapted_source(
 def _in_memory(
     source: Catalog, adapter: Catalog, names: ModelNames, choice: Choice
 ) -> tuple[Catalog, Choice]:
-    """Rename the base as the model in memory, and merge the adapter into it."""
+    """Return the base merged with the adapter, and the options that still apply."""
     live = replace(names, names="live").applied(source, choice, ())
     merged = _merged(live, adapter, names.config, choice.dtype)
     made = replace(names, fill_from=None).applied(merged, None, ())
@@ -141,7 +141,7 @@ def _in_memory(
 def _merged(
     base: Catalog, adapter: Catalog, model: Mapping[str, object], dtype: str | None
 ) -> Catalog:
-    """Return a base with all tensors of an adapter merged."""
+    """Return `base` with the changes and retrained tensors of `adapter` in place."""
     config = _config(adapter)
     parts, saved = _parts(adapter)
     places = _Places(base, model)
@@ -215,7 +215,7 @@ def _config(adapter: Catalog) -> Mapping[str, Any]:
 
 
 def _parts(adapter: Catalog) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return an adapter's tensors as module -> kind -> name, and its trained copies by name."""
+    """Return module -> kind ("A", "B"...) -> tensor, and base name -> retrained tensor."""
     parts: dict[str, dict[str, str]] = {}
     saved: dict[str, str] = {}
     adapters = set()
@@ -279,7 +279,7 @@ def _deltas(
     places: _Places,
     config: Mapping[str, Any],
 ) -> Iterator[tuple[str, _Delta]]:
-    """Yield the name of each weight of the base that changes, and its change."""
+    """Yield (name, change) of each weight of the base that the adapter changes."""
     wrapped: dict[str, list[Mapping[str, str]]] = {}
     for module, names in parts.items():
         if not {"A", "B"} <= names.keys():
@@ -456,7 +456,7 @@ class _Changed(Recast):
     def _sums(
         self, matrix: int, row: int, column: int, shape: tuple[int, ...]
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield (rows, numbers) of a part, with scale * B @ A added."""
+        """Yield (rows, weights + scale * B @ A) of the part of a matrix from `row`, `column` on."""
         places = slice(row, row + shape[0]), slice(column, column + shape[1])
         factors = [self._factors(delta, matrix, *places) for delta in self._deltas]
         change: NDArray[Any] | None = None
@@ -475,7 +475,7 @@ class _Changed(Recast):
     def _factors(
         self, delta: _Delta, matrix: int, rows: slice, columns: slice
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """Return (scale * B, A) for a part of a change, and True if their product is rounded."""
+        """Return (scale * B, A) for a part of a matrix, and True if their product is rounded."""
         a, b = (self._owner.read(name, self.wide) for name in (delta.a, delta.b))
         right = a.reshape(delta.experts, -1, a.shape[1])[matrix if delta.experts > 1 else 0]
         left = b.reshape(len(b), -1, delta.experts)[..., matrix % delta.experts]

@@ -149,7 +149,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return the maps from a source to the new names, or with `fill_from` to ``hf`` names."""
+        """Return how to map the source to the new names, or with `fill_from` to ``hf`` names."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)
@@ -202,7 +202,7 @@ class ModelNames(CatalogNaming):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True for a config with a language model inside, such as a vision-language model's."""
+        """True if the config's model contains a language model, as vision-language models do."""
         family = family_of(self.config)
         return self.config.get("model_type") not in (None, *family.model_types)
 
@@ -357,14 +357,14 @@ class Assembled(catalog.DerivedCatalog):
 
 
 def _without(model: Model, found: Recognized) -> Model:
-    """Return `model` without the tensors that recognition has found to be absent."""
+    """Return `model` without the tensors in `found.absent`, which the source lacks."""
     absent = {tensor.side for tensor in found.absent}
     present = tuple(tensor for tensor in model.tensors if tensor.side not in absent)
     return replace(model, tensors=present)
 
 
 def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
-    """Return the map that changes the prefix of names, such as ``model.``; none if it stays."""
+    """Return a list of the map that changes the prefix of names; empty if the prefix is usual."""
     if spelling.is_plain:
         return []
     sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
@@ -374,7 +374,7 @@ def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
 
 
 def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
-    """Raise LayoutError if any of these tensors is quantized, or a scale."""
+    """Raise LayoutError if a tensor in `names` contains codes or scales."""
     why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(

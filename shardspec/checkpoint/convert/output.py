@@ -514,7 +514,7 @@ def prepared_output(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of values in the source that the output does not get."""
+    """Return the names of the source's values that are missing in the output."""
     names = sorted(source.extras.keys() - target.carried)
     metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
@@ -688,7 +688,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return why writing `path` would damage the source itself; empty if it would not."""
+    """Return the reason why writing `path` would damage the source; "" if it would not."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()
@@ -713,8 +713,8 @@ def _part_of_source(
 def _replaced(path: StoragePath, new: Collection[str], identity: Identity) -> frozenset[str]:
     """Return the relative names of all files in a directory that an output may replace.
 
-    Raises a `CheckpointError` if any belongs neither to the checkpoint there nor to the output, or
-    if another run has replaced the directory, whose `identity` was checked before.
+    Raises `CheckpointError` for a file that is neither of the checkpoint there nor in `new`, the
+    output's files. `identity` tells if another run has replaced the directory since it was checked.
     """
     with path.errors("replaced"):
         owned = {*new, *_owned(path)}
@@ -783,7 +783,7 @@ def _of_scales(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Return layouts of scales without a rule: codes with "[S0,R]" give their scales "[S0,R]"."""
+    """Return name -> layout of scales that no rule matches; they are sharded like their codes."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}

@@ -141,7 +141,7 @@ def summed_source(
 def _same_names(
     sources: Sequence[Catalog], wanted: Sequence[Sequence[str]], take_first: Patterns
 ) -> list[str]:
-    """Return the names of the tensors to compare; raises CheckpointError if checkpoints differ."""
+    """Return the names that all checkpoints share; raises CheckpointError if one lacks a name."""
     names = [{name for name in every if not matches(name, take_first)} for every in wanted]
     for source, others in zip(sources[1:], names[1:], strict=True):
         if different := names[0] ^ others:
@@ -256,6 +256,6 @@ class SummedCatalog(Assembled):
         return StoredTensor(name, shape, dtype, None, (pending,), tuple(boxes))
 
     def _addend(self, tensor: StoredTensor, dtype: str) -> StoredTensor:
-        """Return a tensor in a dtype, without a pending reduction."""
+        """Return a tensor cast to `dtype`, with its pending reduction finished."""
         as_is = tensor.dtype == dtype and not tensor.pending
         return tensor if as_is else Recast(tensor, dtype, self._spare).tensor()

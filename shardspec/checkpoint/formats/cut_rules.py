@@ -177,7 +177,7 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
 
 
 def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple[str, str], int]:
-    """Return how many layers (or experts) each list of a chunk has; they must be 0 to n - 1."""
+    """Return (prefix, suffix) -> count of layers or experts: "x.0.w", "x.1.w" are 2 of (x., .w)."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
         numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))

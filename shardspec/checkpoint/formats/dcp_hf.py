@@ -108,7 +108,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
-    """Return the tensors by name; a tensor is as long as its last box ends along each dim."""
+    """Return name -> tensor; the size of a dim is the largest end of the tensor's boxes."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
     depth = next(iter(shards.values())).files_ahead()
@@ -145,7 +145,7 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
 
 
 def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -> None:
-    """Check that shards 1 to n exist, where n is `ranks`, or the largest number if that is None."""
+    """Check that shards 1 to `ranks` exist; if `ranks` is None, 1 to the largest of `numbers`."""
     count = len(numbers)
     missing = min(set(range(1, max(ranks or 0, *numbers, 0) + 1)) - numbers, default=None)
     if ranks is None:

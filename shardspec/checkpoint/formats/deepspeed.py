@@ -289,7 +289,7 @@ def _files(
 ) -> list[StoragePath]:
     """Return the files whose names match: one for each expected rank, or for 0 to the largest.
 
-    Rank -1 stands for a file of all ranks. Raises CheckpointError if one is missing or too many.
+    Rank -1 stands for a file of all ranks. Raises CheckpointError for a missing or surplus file.
     """
     by_rank: dict[int, str] = {}
     odd = None
@@ -325,7 +325,7 @@ def _number(state: TorchState, key: str) -> int | None:
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
-    """Return the range of each parameter in the flat tensors, and the length that they need."""
+    """Return each parameter with its range in a flat tensor, and the lengths of flat tensors."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     recorded = optimizer.extras.get(f"{_OPTIMIZER}.param_alignment_paddings")
@@ -378,7 +378,7 @@ def _optimizer_tensors(run: _Run) -> tuple[_ByRank, _ByRank]:
 def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLines]:
     """Return the flat tensors by kind ("" for weights, ``exp_avg``...) and group, in rank order.
 
-    Raises CheckpointError if one is missing, or does not have the length that parameters need.
+    Raises CheckpointError if a tensor is missing, or if its length does not fit `needed`.
     """
     stage, ranks = run.stage, len(run.optimizers)
     count = sum(kind == _WEIGHT for kind, _ in flat)
@@ -415,7 +415,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _ZeroLi
 
 
 def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLines) -> None:
-    """Check that the ranges of parameters are those that files of stages 1 and 2 record."""
+    """Check that files of ZeRO stages 1 and 2 record the same ranges as `parameters`."""
     # With round_robin_gradients DeepSpeed records them before it reorders parameters.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
@@ -439,10 +439,7 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _ZeroLin
 
 
 def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
-    """Return the scalars that the optimizer keeps for each parameter group, such as ``step``.
-
-    Raises CheckpointError unless all ranks have the same.
-    """
+    """Return group -> kind, such as ``step`` -> scalar; CheckpointError if ranks differ."""
     by_group: dict[int, dict[str, StoredTensor]] = {}
     for (kind, group), parts in scalars.items():
         boxes: list[StoredBox] = []
@@ -472,7 +469,7 @@ def _recognizes(names: Collection[str]) -> bool:
 
 
 def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
-    """Return the checkpoint that the file ``latest`` names, or the only one in the directory."""
+    """Return the save that ``latest`` names, or the only one; None in the directory of a save."""
     if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in names):
         return None
     if _TRACKER in names:

@@ -177,7 +177,7 @@ def _read(place: StoragePath) -> _Files:
 
 
 def _models(states: Sequence[TorchState]) -> list[str]:
-    """Return the keys of the model in a file: ``model``, or ``model0``, ``model1`` by layers."""
+    """Return the keys of a file's parts of the model: ``model``, or ``model0``, ``model1``..."""
     keys: set[str] = set()
     for state in states:
         for name, tensor in state.tensors.items():
@@ -288,7 +288,7 @@ def _part_of(path: StoragePath) -> StoragePath | None:
 
 
 def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
-    """Return the checkpoint that the tracker file of a run names, or the only one."""
+    """Return the checkpoint that a run's tracker file names, or the only one; None without one."""
     if any(map(_RANK.fullmatch, names)):
         return None
     if _TRACKER in names:

@@ -249,7 +249,7 @@ def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Se
 def _by_only_index(
     directory: StoragePath, indexes: Sequence[str], names: Sequence[str]
 ) -> ModelFiles:
-    """Return the files of the only index in a directory, unless a complete file comes first."""
+    """Return the files that the only index lists; raises CheckpointError if there are others."""
     if len(indexes) > 1:
         raise CheckpointError(
             f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "

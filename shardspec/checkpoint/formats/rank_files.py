@@ -63,7 +63,7 @@ class _RankFile(NamedTuple):
 
 
 def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
-    """Return the catalog of the family ``model`` in a directory, or of the family of a file."""
+    """Return the catalog of rank files: of ``model_*`` in a directory, or of a file's siblings."""
     is_directory = place.is_dir()
     directory, chosen = (place, None) if is_directory else (place.parent, place.name)
     families: dict[str, list[_RankFile]] = {}
@@ -265,7 +265,7 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return one spec on the mesh of all ranks for a tensor; groups have it on slices of that mesh.
+    """Return the spec on `mesh`, of all ranks, of a tensor with `layouts` on meshes of groups.
 
     Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """

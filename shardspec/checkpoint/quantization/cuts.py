@@ -117,7 +117,7 @@ def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str
 
 
 def _in_blocks(layout: Layout, dim: int, side: int) -> str:
-    """Return the text of the spec with a dim split only at multiples of `side`."""
+    """Return the layout's spec as text, changed to split `dim` at multiples of `side`."""
     cut = layout.spec.dim_specs[dim]
     blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
     return str(layout.spec.with_dims({dim: blocks}))
@@ -214,7 +214,7 @@ def check_plan(plan: ReshardPlan, dtype: object) -> None:
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
-    """Raise DTypeError if a plan casts quantized tensors, by `dtype` or the target's dtype."""
+    """Raise DTypeError if `dtype` or the plan's target casts a quantized tensor, a key of `why`."""
     for move in plan.moves:
         after = move.target.dtype
         if dtype is not None or move.source.dtype != after:

@@ -57,7 +57,7 @@ def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
 
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
-    """Return the number that each 8-bit code of a dtype stands for."""
+    """Return the numbers that the codes 0 to 255 of an 8-bit dtype stand for."""
     values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
     return values
 
@@ -75,7 +75,7 @@ def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
 def _products(dtype: str, four: bool) -> RawNumbers:
     """Return the table of all products of a scale and a code in a microscaling format.
 
-    A byte with two 4-bit codes is one index; its entry is both numbers, the lower bits first.
+    The index is 256 * scale + byte. With `four`, an entry is two products, the lower bits' first.
     """
     every = np.arange(256, dtype=np.uint8)
     values = _values("float8_e4m3fn")
@@ -87,7 +87,7 @@ def _products(dtype: str, four: bool) -> RawNumbers:
 
 
 def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> None:
-    """Fill the matrix `out` with entries of a table; an entry may be two numbers."""
+    """Fill the matrix `out` with entries `index` of a table; an entry may be two numbers."""
     if out.flags.c_contiguous:
         table.take(index.reshape(-1), out=out.reshape(-1).view(table.dtype), mode="clip")
     else:
@@ -211,7 +211,7 @@ class _Numbers(ComputedMatrices):
             out[:] = made[:, column - lo * MX :][:, : out.shape[1]]
 
     def _grid(self, matrix: int) -> NDArray[np.float32]:
-        """Return the scales of one of the stacked matrices."""
+        """Return the scales of matrix number `matrix`, one per block."""
         tensor, grid = self._scales.tensor, self._weight.grid
         if tensor.shape == (*self._weight.lead, *grid):
             raw = self._scales.rows(matrix, 0, grid[0])

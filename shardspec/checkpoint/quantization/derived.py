@@ -181,7 +181,7 @@ class ComputedMatrices(ABC):
         np.copyto(block, np.ndarray(counts, self._type, made.data, first, made_strides))
 
     def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with rows that may belong to several consecutive matrices."""
+        """Fill `out` with elements from (row, column) on; `row` counts through all matrices."""
         filled = 0
         while filled < len(out):
             matrix, first = divmod(row + filled, self.rows)
@@ -258,7 +258,7 @@ class ComputedCatalog(DerivedCatalog):
         made: ComputedMatrices,
         strides: tuple[int, ...] | None = None,
     ) -> StoredTensor:
-        """Return a tensor that `made` computes, mostly from the bytes of `source`."""
+        """Return a tensor that `made` computes; its box gets path and rank from `source`."""
         if 0 in shape:
             return StoredTensor(name, shape, dtype, spec, (), ())
         first = source.boxes[0]

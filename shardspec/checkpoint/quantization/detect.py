@@ -110,7 +110,7 @@ def find_quantized(
 
 
 def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
-    """Map each tensor whose name shows that it is quantized to the evidence."""
+    """Return tensor -> evidence ("'w_scale' goes with it"), for codes and scales found by name."""
     homes: dict[str, list[str]] = {}
     for name, (shape, dtype) in tensors.items():
         if shape and _CODES_WITH_SCALES.fullmatch(dtype):

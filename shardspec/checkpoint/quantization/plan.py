@@ -196,7 +196,7 @@ def plan_quantized_load(
 def _without_scales(
     target: ReshardTarget, source: Collection[str]
 ) -> tuple[ReshardTarget, dict[str, Layout]]:
-    """Remove scales that the source lacks from a target; return the rest, and their layouts."""
+    """Return `target` without the scales that the source lacks, and the layouts of those scales."""
     if isinstance(target, tuple):
         return target, {}
     flat = flat_state(target)
@@ -206,7 +206,7 @@ def _without_scales(
 
 
 def _everywhere(weight: Layout, scales: Layout) -> Layout:
-    """Return a layout that replicates the scales, for a weight that is split inside blocks."""
+    """Return `scales` replicated over the mesh of `weight`, which is split inside blocks."""
     shape = scales.global_shape
     return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 

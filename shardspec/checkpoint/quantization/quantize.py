@@ -130,7 +130,7 @@ def to_scaled(
 
 @cache
 def _four_bit_codes() -> Bytes:
-    """Return the code of 4 bits (e2m1) for the upper half of every float32."""
+    """Return a table from the upper 16 bits of a float32 to its 4-bit code (e2m1)."""
     codes = np.minimum(nearest_codes(FOUR_BITS.real[:8]), 7)
     return np.where(np.arange(1 << 16) >> 15, codes | 8, codes).astype(np.uint8)
 
@@ -376,9 +376,9 @@ def quantized_as(
 def _weights(
     source: Catalog, names: Mapping[str, str], how: Quantize, config: Mapping[str, object] | None
 ) -> tuple[list[_Weight], list[str]]:
-    """Return the weights to quantize, and the names of modules with other matrices.
+    """Return the weights to quantize, and the names of modules whose matrices are not.
 
-    `names` maps names of the source to those of the output, which decide.
+    `names` maps source names to output names; a weight is selected by its output name.
     """
     linear = LinearLayers(config or {})
     gpt_oss = linear.model_type == "gpt_oss"
@@ -438,7 +438,7 @@ def _weights(
 
 
 def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
-    """Return the reason why no tool reads such a quantized tensor, and a remedy; "" if one does."""
+    """Return why no tool would read the tensor if quantized, and a remedy; "" if one would."""
     if gpt_oss and how.kind != "mxfp4":
         return f"is of gpt-oss, which transformers reads in mxfp4 but not in {how.kind}; give that"
     if len(shape) > 2 and not gpt_oss:

@@ -136,7 +136,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def _state_facts(described: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return all on which ranks must agree, as in ``{"tensor 'w'": "[S0] of [8] float32"}``."""
+    """Return texts that ranks must have equal: ``{"tensor 'w'": "[S0] of [8] float32"}``."""
     at = {name: f" at {path}" for name, path in described.flat.paths.items()}
     tensors = {
         f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"

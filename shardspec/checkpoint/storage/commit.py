@@ -220,7 +220,7 @@ def _check_same(path: StoragePath, identity: Identity | None) -> None:
 def _exchange(
     staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Give a finished staged directory the name of the one that it replaces."""
+    """Replace directory `path` by `staging`, unless files outside `replaced` were added."""
     fd = os.open(path, system_calls.DIRECTORY)
     try:
         if system_calls.lock(fd) is False:

@@ -79,7 +79,7 @@ class _Size(tuple[int, ...]):
 
 @lru_cache(1 << 17)
 def _size(value: object = ()) -> _Size:
-    """Return sizes if all are whole numbers; equal sizes share one object to save memory."""
+    """Return a pickled torch.Size, cached; raises ValueError unless it has whole numbers."""
     return _Size(values.sizes_of(value))
 
 
@@ -111,7 +111,7 @@ def read_metadata(
 
 
 def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
-    """Yield (name, nested keys) of entries; top-level keys are skipped."""
+    """Yield (name, nested keys) of the entries in `planned`, except those at the top level."""
     for name, keys in planned.items() if isinstance(planned, dict) else ():
         # To torch, a number is a position in a list.
         if is_text(name) and isinstance(keys, tuple) and keys != (name,):

@@ -195,7 +195,7 @@ def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 
 def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the sizes and strides of each axis of a mesh in a list of ids."""
+    """Return (sizes, strides) of each mesh axis, as steps through the list of device ids."""
     axes, shape, stride = map(layout.get, ("axes", "shape", "stride"))
     parts: list[tuple[object, ...]] = [(shape, stride)]
     if isinstance(axes, tuple):

@@ -159,9 +159,9 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
 def _leaves(
     at: tuple[Any, ...], value: object, depth: int, budget: Iterator[int], path: StoragePath
 ) -> Iterator[tuple[tuple[Any, ...], object]]:
-    """Yield the parts of nested dicts, and of lists that contain tensors, with their keys.
+    """Yield (keys, leaf) of nested dicts, and of lists that contain tensors.
 
-    Each visit to a part takes an item of `budget`.
+    `at` has the keys that lead to `value`. Each visit takes an item of `budget`.
     """
     _visit(depth, budget, path)
     parts: Iterable[tuple[object, object]]

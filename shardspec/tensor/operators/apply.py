@@ -3,7 +3,7 @@
 `shardspec.tensor.operators.rules` lists the functions that run on shards, or by the rules of
 torch's own DTensor. All others gather their arguments, and their results are replicated. A process
 that holds the shards of all devices computes on whole tensors; torch's rules only give the layouts
-of results. The choice depends on layouts alone, so all ranks make the same one.
+of results. No value of an element decides, so ranks that make the same call choose alike.
 """
 
 import logging
@@ -189,7 +189,7 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
 
 
 def _check_writable(call: Call, tensor: TensorLike) -> None:
-    """Raise `LayoutError` if values written to the tensor would be lost, or a gradient would."""
+    """Raise `LayoutError` if a write to the tensor would be lost, or would lose a gradient."""
     tensor._check_current()
     part, name = tensor._part_of, call.names.shown
     if torch.is_grad_enabled() and tensor._is_leaf_with_gradient():
@@ -535,7 +535,7 @@ def _seed(call: Call) -> int | None:
 
 
 def _sources(call: Call) -> list[torch.Generator]:
-    """Return the random generators that a call may use; one in its arguments comes first."""
+    """Return the random generators that a call may use, first a CPU one in its arguments."""
     given = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
     devices = {s.device for t in call.tensors for s in t.shards.values() if s.is_cuda}
     cuda = [torch.cuda.default_generators[device.index or 0] for device in devices]

@@ -30,8 +30,8 @@ class Differentiable(TensorLike):
     def _of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
         """Return the gradients of this process's shards as one DTensor; None if all are None.
 
-        Some missing ones, as of devices whose shards were not used, are zero. All addends of a
-        pending reduction have the same gradient.
+        A None beside others, as for a device whose shard was not used, counts as zeros. All
+        addends of a pending reduction have the same gradient.
         """
         if all(each is None for each in gradients):
             return None
@@ -226,7 +226,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return (shard, initial gradient) of each shard of an output; [] if it is not tracked."""
+    """Return (shard, initial gradient or None) pairs of output `end`, with reductions finished."""
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if is_torch_dtensor(start):

@@ -40,7 +40,7 @@ _NAMES: Final = count(1)
 
 @lru_cache(maxsize=64)
 def _mesh_without_job(mesh: DeviceMesh) -> tuple[TorchMesh, dict[GroupName, dist.ProcessGroup]]:
-    """Return torch's mesh of these ranks, and process groups by name that cannot communicate."""
+    """Return a torch mesh like `mesh`, and its process groups by name; they cannot communicate."""
     check_ascending(mesh)
     number = next(_NAMES)
     grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)

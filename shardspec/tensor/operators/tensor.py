@@ -197,7 +197,7 @@ class TensorLike(torch.Tensor):
         return next((node.output_nr for node in self._nodes()), 0)
 
     def _is_leaf_with_gradient(self) -> bool:
-        """Return True if `backward` collects gradients in these very shards."""
+        """Return True if `backward` collects gradients in this tensor's own shards."""
         return self.requires_grad and self.is_leaf and not self._is_given
 
     def _mark_unusable(self, why: str) -> None:
