@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent
 # `cli`: the move of a model from one layout to another at a glance.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 # `cli`: bars after a second, and help that fits narrow terminals; `resharding`: digests read again.
+# `families`: aliases of config keys, ties of multimodal heads; `mesh`, `tensor`: words of torch.
+# `resharding`: maps in turn with several factors a slice; `comm`: rates between hosts from logs.
 # `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
     "shardspec": (46104, 183),  # 57 lines of worked examples

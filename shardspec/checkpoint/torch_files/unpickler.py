@@ -21,6 +21,8 @@ from shardspec.text import printable, shown
 MAX_PICKLE_BYTES: Final = 256 << 20
 _ROOM_BYTES: Final = 320 << 20
 """Maximum memory of the values of a pickle."""
+_MAX_BYTES: Final = 448 << 20
+"""Maximum memory of a pickle and its values together."""
 _PLACE_BYTES: Final = 16
 _COSTS: Final = [_PLACE_BYTES] * 256
 """Approximate bytes of memory for the result of each instruction and its stack entry."""
@@ -28,7 +30,7 @@ for _codes, _num_bytes in {
     b"\x94qr": 10,
     b"(": 40,
     b"MJ\x8a\x8bG": 48,
-    b"CB": 52,
+    b"CB": 64,
     b"\x8cX\x8d": 92,
     b"}]": 80,
     b"\x8f": 240,
@@ -445,7 +447,8 @@ def unpickle(
     """
     try:
         with no_collection():
-            room = max(_ROOM_BYTES, room_per_byte * len(data))
+            room = min(_ROOM_BYTES, _MAX_BYTES - len(data))
+            room = max(room, room_per_byte * len(data))
             made = _Unpickler(data, names, persistent, foreign=foreign, room_bytes=room)
             return made.load()
     except RefusedError as error:
