@@ -133,7 +133,7 @@ def distribute_module(
 def _hooks(
     input_fn: InputFn | None, output_fn: OutputFn | None, mesh: DeviceMesh
 ) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Return the hooks before and after a module's forward that call these functions."""
+    """Return hooks that call `input_fn` before a forward and `output_fn` after it; None without."""
     before = after = None
     if input_fn is not None:
         takes_module = _takes(input_fn, "input_fn", "module, inputs, mesh", "inputs, mesh")
@@ -151,7 +151,7 @@ def _hooks(
 
 
 def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -> None:
-    """Let a function replace parameters; raises `LayoutError` if it distributes nothing."""
+    """Call `partition_fn` for every submodule; raises `LayoutError` if it distributes nothing."""
     takes_mesh = _takes(partition_fn, "partition_fn", "name, module, mesh", "name, module")
     with stand_ins():
         for name, submodule in list(module.named_modules()):
@@ -272,7 +272,7 @@ def _mapped(function: Callable[[object], object], value: object) -> object:
 
 
 def _checked(spec: SpecLike, mesh: DeviceMesh | None = None) -> SpecLike:
-    """Return a spec or placements for any number of dims; raises `LayoutError` for others."""
+    """Return a spec, parsed, or placements as given; raises `LayoutError` if they are invalid."""
     if is_own_spec(spec):
         parsed = ShardingSpec.of(spec)
         return parsed if mesh is None else resolve_axes(parsed, mesh)

@@ -227,7 +227,7 @@ class CostModel:
         return prod(self.mesh_shape[axis] for axis in axes)
 
     def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
-        """Return the links of a group along axes: inside nodes, and between nodes."""
+        """Return (link, group size) pairs along axes: those inside nodes, then those between."""
         inside: list[tuple[Link, int]] = []
         across: list[tuple[Link, int]] = []
         for axis in axes:

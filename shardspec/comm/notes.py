@@ -189,7 +189,7 @@ class Notes:
             self.fail(error, mine, sorted(waiting - mine.ranks))
 
     def _send_refused(self) -> None:
-        """Send the errors of refused threads, now or after the conversion of another thread."""
+        """Send errors of refused threads now, or let the thread that converts do it later."""
         while self._refused and (self.is_mine or self._lock.acquire(blocking=False)):
             try:
                 note, peers = self._refused.popleft()

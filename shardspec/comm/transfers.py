@@ -273,7 +273,7 @@ def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
 
 @lru_cache(maxsize=64)
 def _routes(transfers: Transfers) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
-    """Return the copies to each device, and from each device; both include its own part."""
+    """Return (device -> copies to it, device -> copies from it), with copies to itself in both."""
     step, boxes = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
         copies = exchange_routes(*boxes, distance_of(step, transfers.mesh))

@@ -160,7 +160,7 @@ def _unused(model: Model, place: str) -> list[Side]:
 
 
 def _pair(own: Side, other: Side) -> tuple[Side, Side]:
-    """Simplify both sides of an equation: drop unnecessary slices and factors."""
+    """Return both sides of an equation without unnecessary slices and factors."""
     if "{e}" not in own[0] + other[0]:
         own, other = (
             tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)

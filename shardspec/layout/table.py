@@ -329,7 +329,7 @@ def _from_prices(
 
 
 def _ids(values: Iterable[object]) -> Ints:
-    """Return integers that are equal where values are equal."""
+    """Return an integer per value; equal values have equal integers."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 

@@ -230,7 +230,7 @@ def grid_of(
 def _per_axis(
     label: str, values_of_axes: object, shape: tuple[int, ...], example: str
 ) -> tuple[Any, ...] | None:
-    """Return one value per axis of a mesh, or None; raises `MeshError` for another number."""
+    """Return one value per axis, None if there are no values; `MeshError` for a wrong number."""
     if values_of_axes is None:
         return None
     if not isinstance(values_of_axes, Iterable):

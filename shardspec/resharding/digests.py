@@ -139,7 +139,7 @@ class TensorDigest:
         return digest
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
-        """Add the elements of a box to this digest."""
+        """Return this digest with the elements of a box added."""
         if not box_size(box):  # its other dims may be huge
             return self
         lanes = _lanes(array.view(bits_type(array.itemsize)), box, self.shape, self.seed)
@@ -377,7 +377,7 @@ def _word_keys(seed: int) -> _Words:
 
 
 def _joined_from(shape: tuple[int, ...], width: int) -> int:
-    """Return the first of the last dims that together make rows of at least 1024 bytes."""
+    """Return the dim from which on the last dims make rows of at least 1024 bytes, else 0."""
     dim = len(shape) - 1
     while dim > 0 and prod(shape[dim:]) * width < _ROW_BYTES:
         dim -= 1

@@ -219,7 +219,7 @@ def _shared(
     read: Mapping[int, Mapping[str, torch.Tensor]],
     filled: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names in `out` of the same tensor; LayoutError for other shared memory."""
+    """Return pairs of names in `out` that share one tensor; LayoutError for other shared memory."""
     layouts = {move.target_name: move.target for move in plan.moves}
     shared: set[tuple[str, str]] = set()
     flat_read, flat_filled = (
@@ -490,7 +490,7 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
 
 
 def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
-    """Return True if two ranks' layouts of a tensor are equal, or on disjoint meshes."""
+    """Return True if two ranks' layouts of a tensor give equal shards or have disjoint meshes."""
     if ours is None or theirs is None or ours == theirs:
         return ours == theirs
     same_tensor = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)

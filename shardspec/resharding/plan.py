@@ -542,7 +542,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 def _targets(
     target: ReshardTarget, outlines: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    """Return the target's layouts; `outlines` (name to shape and dtype) are what rules apply to."""
+    """Return the target's layouts; rules match the names in `outlines`, name -> (shape, dtype)."""
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
@@ -588,7 +588,7 @@ def _mapped(
 
 
 def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> list[Equation]:
-    """Join the equations of two maps applied one after the other; `first` may be None."""
+    """Return equations that apply `first`, then `second`; if `first` is None, only `second`."""
     if first is None:
         return list(second)
     written: dict[str, list[Equation]] = {}

@@ -114,7 +114,7 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
 
 
 def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Copy]]:
-    """Yield (stage, copy) that the device receives or sends; copies to itself come first."""
+    """Yield (stage, copy) in which the device is `end`: "sender", "receiver" or "both"."""
     yield from ((0, copy) for copy in plan.own_copies if copy.receiver == device)
     for number, stage in enumerate(plan.stages):
         for (sender, receiver), copies in sorted(stage.streams(device).items()):

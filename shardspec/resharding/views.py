@@ -334,7 +334,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Replace the axes of `outer` by the factors of `inner`; None if the factors do not fit."""
+    """Return `outer` with its axes, `between`, replaced by factors of `inner`; None if unfit."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:

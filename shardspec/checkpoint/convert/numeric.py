@@ -214,7 +214,7 @@ def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLo
 
 
 def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosses:
-    """Count the numbers that a cast made infinite, 0 or NaN, and that were none of these before."""
+    """Count the elements that a cast to `target` has turned into infinity, 0 or NaN."""
 
     def more(is_so: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
         return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))

@@ -236,7 +236,7 @@ def apply_delta(
 
 
 def _check_alike(old: Catalog, now: Catalog) -> None:
-    """Check that names, dtypes and shapes of two checkpoints are equal; finish reductions first."""
+    """Check that two checkpoints have equal names, dtypes and shapes, and nothing pending."""
     remedy = "publish a full checkpoint"
     for side, other in ((old, now), (now, old)):
         if missing := sorted(set(side.names) - set(other.names)):
@@ -353,7 +353,7 @@ class _Writer:
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return the number of bytes in a frame, and a function that yields the bytes."""
+        """Return a frame's size in bytes, and a function that yields and checksums the bytes."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:

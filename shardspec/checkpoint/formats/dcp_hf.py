@@ -42,7 +42,7 @@ _SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Return the catalog from the headers of all shards; refuse shapes that nothing confirms."""
+    """Return the catalog from all shards' headers; CheckpointError if a shard may be missing."""
     ranks = options.ranks
     names = [name for name in directory.names() if is_data_file(name)]
     shards: _Shards = {}

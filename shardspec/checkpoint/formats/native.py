@@ -233,7 +233,7 @@ def _parse_file(
 
 
 def _values_bytes(data: bytes) -> int:
-    """Estimate the bytes of memory that the parsed text of an info takes."""
+    """Return an estimate of the memory in bytes that a parsed `sharding_info.json` takes."""
     num_bytes = values_bytes(data)
     if num_bytes <= ROOM_BYTES:
         return num_bytes

@@ -252,7 +252,7 @@ def _check_free(path: StoragePath) -> None:
 
 
 def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
-    """Create and lock the directory, unless it contains a save that must be kept.
+    """Create and lock a directory; raises OutputExistsError if it contains a save to keep.
 
     Returns True if it is locked; object stores and some file systems have no locks.
     """
@@ -371,7 +371,7 @@ def _is_published(path: StoragePath, save: str) -> bool:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of older saves that `sharding_info.json` no longer lists, found by header."""
+    """Yield the temporary files in `names`, and older saves' files (by header) not in `keep`."""
     for name in names:
         if is_temporary(name):
             yield name

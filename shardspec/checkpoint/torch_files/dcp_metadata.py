@@ -61,7 +61,7 @@ _ENUMS: Final = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
 def _member(*args: object) -> Record:
-    """Return a record for a member of an enum, as Python 3.11.0 to 3.11.3 pickle them."""
+    """Return a record for an enum member pickled by name, as by Python 3.11.0 to 3.11.3."""
     match args:
         case (Global() as kind, str() as name) if kind.name in _ENUMS:
             return Record(name)
@@ -121,7 +121,7 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
-    """Return the file, offset and length of each entry."""
+    """Return (entry, offsets of a chunk or None) -> its file, position and length."""
     places: Places = {}
     files: dict[str, StoragePath] = {}
     for index, info in storage.items():

@@ -86,7 +86,7 @@ def _archive(shape: tuple[int, ...], dtype: str) -> catalog.OutputFile:
 
 
 def _trailer(extents: Sequence[catalog.Extent], crcs: Sequence[int]) -> Iterator[catalog.RawBytes]:
-    """Yield the bytes after each tensor, made while writing: a kilobyte per tensor."""
+    """Yield the end of each tensor's zip, a kilobyte that is made when it is written."""
 
     def after(number: int, extent: catalog.Extent) -> bytes:
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)

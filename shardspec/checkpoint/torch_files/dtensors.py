@@ -147,7 +147,7 @@ class _DTensors:
         return _make_mesh(tuple(ids[first + offset] for offset in offsets), shape, axis_names)
 
     def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
-        """Return the ids in a small tensor; other tensors may share its storage."""
+        """Return the device ids that `tensor` contains; raises ValueError if it is too large."""
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         name = f"data/{tensor.storage.key}"
         num_bytes = self._archive.record(name).num_bytes
@@ -176,7 +176,7 @@ def _make_mesh(
 
 
 def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
-    """Return the row-major position of the rank that saved a mesh; None if it is not recorded."""
+    """Return the row-major position in a mesh of the rank that saved it; None if not recorded."""
     coordinate = mesh.get("_coordinate_on_dim")
     if not isinstance(coordinate, tuple | list) or len(coordinate) != len(shape):
         return None

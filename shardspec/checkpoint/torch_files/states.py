@@ -257,7 +257,7 @@ def _opaque(
 ) -> OpaqueValue:
     """Return a placeholder for a value, with a digest of all its parts in a fixed order.
 
-    Each part takes an item of `budget`: a value may contain itself.
+    Each part takes an item of `budget`, which bounds values that contain themselves.
     """
     digest, tensors, exact, todo = sha256(), False, True, [value]
     while todo:

@@ -106,7 +106,7 @@ class Messages:
     def _memory_for(
         self, stage: Stage, message: Message, buckets: list[torch.Tensor], *, of_source: bool
     ) -> torch.Tensor:
-        """Return the memory to send or receive: a part of a shard, or a bucket from `buckets`."""
+        """Return memory for a message in a free or new bucket, which is added to `buckets`."""
         size = message_bytes(message)
         fitting = (at for at, bucket in enumerate(self.free) if bucket.numel() >= size)
         at = next(fitting, None)

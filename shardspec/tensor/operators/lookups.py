@@ -84,7 +84,7 @@ def _embedding(args: Sequence[object], kwargs: Mapping[str, object]) -> TensorLi
 def _rows_of(
     shard: torch.Tensor, index: torch.Tensor, lo: int, hi: int, padding: int | None
 ) -> torch.Tensor:
-    """Return the rows at `index`; a shard has rows lo to hi, and other rows are zeros."""
+    """Return rows `index` of a tensor whose rows lo to hi are `shard`; other rows are zeros."""
     own = padding - lo if padding is not None and lo <= padding < hi else None
     inside = (index >= lo) & (index < hi)
     if not shard.shape[0]:

@@ -175,7 +175,7 @@ class TensorLike(torch.Tensor):
         return self
 
     def _show_tracking(self, tracked: bool) -> None:
-        """Set the flag by which a `torch.autograd.Function` sees tracking, to refuse it."""
+        """Set the tensor's own ``requires_grad``, so that `torch.autograd.Function` is refused."""
         with torch._C.DisableTorchFunctionSubclass():
             _OF_TORCH.requires_grad.__set__(self, tracked)
             if tracked:
@@ -311,7 +311,7 @@ class TensorLike(torch.Tensor):
     def _write(self, shards: Mapping[int, torch.Tensor]) -> None:
         """Copy values into this tensor's shards; its gradients then flow to `shards`.
 
-        Without `shards` only count the write, as torch has written the values.
+        If `shards` is empty, torch has written the values already, and the write is only counted.
         """
         from shardspec.tensor.run import written
 
