@@ -370,7 +370,7 @@ class DerivedCatalog(Catalog, ABC):
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor derived from those of the other checkpoint."""
+        """Return tensor `name`, made from tensors of the checkpoint `base`."""
 
     def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
         """Check that the files of the other checkpoint have not changed since it was opened."""

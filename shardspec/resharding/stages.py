@@ -449,7 +449,7 @@ def _merged(
 
 
 def _least_seconds(far: Iterable[Far], cluster: Cluster) -> float:
-    """Return the seconds that hosts need at least, just to receive their missing bytes."""
+    """Return a lower bound: the seconds in which every host can receive its missing bytes."""
     received = defaultdict[object, float](float)
     for item in far:
         for host, ids in item.receivers.items():

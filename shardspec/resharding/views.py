@@ -334,7 +334,7 @@ def _is_whole(side: TensorView) -> bool:
 def _substituted(
     outer: TensorView, between: TensorView, inner: TensorView, axes: int
 ) -> TensorView | None:
-    """Return `outer` with its axes, `between`, replaced by factors of `inner`; None if unfit."""
+    """Return `outer` with axes (dims of `between`) replaced by factors of `inner`, or None."""
     parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
     dims = []
     for dim in outer.dims:

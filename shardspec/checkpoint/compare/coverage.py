@@ -51,10 +51,10 @@ def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """
 
     def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Return the first flaw in a region, or None; recurses from dim to dim.
+        """Return the first part of a region that boxes do not cover exactly once; None without one.
 
-        The region has the intervals `prefix` in the first dims, and is unrestricted in the others.
-        `met` has the indices of the boxes that contain the intervals `prefix`.
+        The region has the intervals `prefix` in the first dims, and all indices in the others.
+        `met` has the indices of the boxes that contain `prefix` in the first dims.
         """
         dim = len(prefix)
         if not met or dim == len(shape):

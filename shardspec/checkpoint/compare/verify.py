@@ -113,7 +113,7 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield (box, file range to read): the range of its digest, or without one that of the box."""
+    """Yield (box, file range to read), where the range is the digest's if there is one."""
     yielded = set()
     for stored in tensor.boxes:
         digest = stored.digest

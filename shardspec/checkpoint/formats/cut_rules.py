@@ -193,7 +193,7 @@ def _count(chunk: ModelChunk, pattern: re.Pattern[str], kind: str) -> dict[tuple
 
 
 def _count_experts(chunk: ModelChunk) -> int:
-    """Return the experts per layer in a file; 0 if they are numbered for the entire model."""
+    """Return the number of experts per layer in a file; 0 if numbers count through all files."""
     path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
         return 0

@@ -180,7 +180,7 @@ def _tensor_of(parameter: _Parameter, lines: _ZeroLines, stage: int) -> StoredTe
 
 
 def _untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:
-    """Return buffers and frozen parameters, which are in no flat tensor; stage 3 splits them."""
+    """Return the buffers and frozen parameters, which are in no flat tensor."""
     model = models[0]
     tensors = {}
     for key, tensor in model.tensors.items():
@@ -230,7 +230,7 @@ def _extras_of(*states: TorchState) -> dict[str, object]:
 
 
 def _read_run(place: StoragePath) -> _Run:
-    """Return the files of all ranks in order; raises CheckpointError unless they are one save."""
+    """Return the files of all ranks, in order; raises CheckpointError if they are of two saves."""
     names = place.names()
     if "zero" in names:
         raise CheckpointError(
@@ -287,7 +287,7 @@ def _check_ranks(state: TorchState, key: str, recorded: object, ranks: int) -> N
 def _files(
     place: StoragePath, names: Sequence[str], pattern: re.Pattern[str], expected: list[int] | None
 ) -> list[StoragePath]:
-    """Return the files whose names match: one for each expected rank, or for 0 to the largest.
+    """Return the files that match `pattern`: one per rank in `expected`, or for 0 to the largest.
 
     Rank -1 stands for a file of all ranks. Raises CheckpointError for a missing or surplus file.
     """

@@ -256,7 +256,7 @@ def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRule
 
 
 def _extras(states: Sequence[TorchState]) -> dict[str, object]:
-    """Return values that are not tensors; rank states, such as of RNGs, are only counted."""
+    """Return the first file's values that are not tensors; of other entries only their number."""
     counts: Counter[str] = Counter()
     for state in states:
         for name in (*state.tensors, *state.extras):

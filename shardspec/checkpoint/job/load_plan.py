@@ -125,7 +125,7 @@ class CheckpointReader:
         return file_regions(self._opened(plan), min(files_of(plan.moves), default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
-        """Open the checkpoint, and check that it matches the plan."""
+        """Return the checkpoint, opened; raises CheckpointError if it does not match the plan."""
         source = open_checkpoint(self.checkpoint)
         if self.quantizes:
             from shardspec.checkpoint.quantization.quantize import with_codes
@@ -152,7 +152,7 @@ class CheckpointReader:
         layouts: Mapping[str, Layout],
         communicator: Communicator,
     ) -> Reading:
-        """Open the checkpoint; check that it and the tensors to fill match the plan."""
+        """Return the opened checkpoint and the shards to fill; checks both against the plan."""
         names = {name: name for name in layouts}
         source = self._opened(plan)
         if not self.quantizes:

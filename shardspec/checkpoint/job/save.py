@@ -275,7 +275,7 @@ def _write_shards(
     sums: dict[str, TensorDigest],
     progress: Progress | None,
 ) -> dict[int, FileEntry]:
-    """Write the files of this process; return their boxes, each with its CRC-32, by rank.
+    """Write the files of this process; return rank -> entry of its file, with CRC-32 of boxes.
 
     Digests of written boxes are added to those in `sums`.
     """
