@@ -254,13 +254,13 @@ class Notes:
             raise
 
     def _unanswered(self, mine: Note, silent: Iterable[int], why: RuntimeError) -> BaseException:
-        """Return the error for peers that did not answer a note."""
+        """Return the error for peers `silent`, which did not answer `mine`; `why` is the cause."""
         text = f"{ranks_text(silent)} did not answer: {cause_of(why)}; rank {self.rank} {mine}"
         heard = self._give_up(text, silent, str(mine))
         return on_all_ranks(CommunicatorError(f"{text}{heard}; {ORDER_RULE}"))
 
     def _give_up(self, error: str, peers: Iterable[int], words: str = "") -> str:
-        """Make this rank refuse later conversions; return the errors of other ranks as text."""
+        """Make this rank refuse later conversions; return the errors of `peers` as text."""
         self._given_up = error
         self._speak(words or f"gave up: {error}")
         end, states = time.monotonic() + _PATIENCE_S, dict[int, str]()

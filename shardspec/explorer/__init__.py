@@ -220,7 +220,7 @@ def _plans(
 ) -> list[object] | None:
     """Return the index of the naive plan, then each plan as a list of move numbers.
 
-    Moves that `moves` lacks are added to it.
+    New moves get a number in `moves`. None if the target adds a pending reduction.
     """
     if not set(target.spec.partials) <= set(source.spec.partials):
         return None

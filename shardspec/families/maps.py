@@ -147,7 +147,7 @@ def _map(
 
 
 def _unused(model: Model, place: str) -> list[Side]:
-    """Return the tensors of a naming convention that maps drop, such as inverse frequencies."""
+    """Return the tensors that maps from convention `place` drop, such as inverse frequencies."""
     sides: list[Side] = []
     if place == "hf":
         sides = [(name,) for name in model.family.unused]
@@ -175,7 +175,7 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
 
 
 def _identity(model: Model, place: str) -> NameMap:
-    """Return the identity map, which checks that every tensor exists."""
+    """Return the identity map of convention `place`, which checks that every tensor exists."""
     if place == "hf":
         sides = [tensor.side[:2] for tensor in model.tensors]
     else:

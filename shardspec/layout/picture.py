@@ -313,7 +313,7 @@ def _side_text(side: _Interval) -> str:
 def _lengths(
     sides: Sequence[_Interval], needed: Sequence[int], element: int, to_scale: int
 ) -> list[int]:
-    """Return the drawn length of each interval of a dim: to scale in short dims, equal in long."""
+    """Return the drawn lengths of a dim's intervals, at least `needed`; equal in long dims."""
     if not sides or sides[-1][1] > to_scale:
         return [max(needed)] * len(needed)
     sizes = [hi - lo for lo, hi in sides]

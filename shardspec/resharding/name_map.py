@@ -411,7 +411,7 @@ def _view_or_plain(side: Side, shape: Shape) -> Sequence[str]:
 
 
 def _implied(ours: Side, theirs: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
-    """Return a target's shape, from the factors that its view shares with the source's."""
+    """Return the shape of target `theirs`, from factors that its view shares with source `ours`."""
     if not ours[1:] and not theirs[1:]:
         return source
     factors = factors_of(_view_or_plain(ours, source), source, sizes)[1]

@@ -284,7 +284,7 @@ def boxes_of(layout: Layout, device: int) -> list[Box]:
 def _divided(
     senders: Senders, copy: Copy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
-    """Share a copy among its holders; return (holder, its part of the box) -> tensor indices."""
+    """Share a copy, at byte `start` of its holders' copies; return (holder, box) -> indices."""
     size = copy.num_bytes // len(copy.places)
     stretches = senders.stretches(holders, start, copy.num_bytes)
     if len(stretches) == 1:

@@ -332,7 +332,7 @@ def _missing(
 
 
 def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Binding | None:
-    """Return the first placeholder numbers that have no tensor; None if all have one."""
+    """Return the first combination of numbers in `every` without a tensor; None if all have one."""
     names = sorted(rule.bindings[0] if rule.bindings else placeholders(rule.side[0]))
     ranges = [every.get(name, range(1)) for name in names]
     if len(rule.bindings) == prod(map(len, ranges)):

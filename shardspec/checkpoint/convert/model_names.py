@@ -149,7 +149,7 @@ class ModelNames(CatalogNaming):
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
     ) -> _Way:
-        """Return how to map the source to the new names, or with `fill_from` to ``hf`` names."""
+        """Return maps to the new names, or ``hf`` if filled; tensors in `behind` may be missing."""
         model = self._model()
         # Excluded tensors do not count as missing.
         found = recognize(model, shapes, where, behind)

@@ -199,7 +199,7 @@ def _sum_dtype(
 def _require_equal(
     sources: Sequence[Catalog], names: Sequence[str], why: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError if one of `names`, tensors that are not summed, differs anywhere."""
+    """Raise CheckpointError if unsummed tensors `names` differ; keys of `why` are quantized."""
     first = sources[0]
     for source in sources[1:] if names else ():
         pair = (Assembled(each, {name: (each, name) for name in names}) for each in (first, source))

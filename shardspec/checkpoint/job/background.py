@@ -82,7 +82,7 @@ class PendingSave:
 
     @property
     def _unheard(self) -> BaseException | None:
-        """Error of the save, if it belongs to this process and was not raised yet."""
+        """Error of the save, if this process started it and has not raised the error; else None."""
         return None if self._heard or self._pid != os.getpid() else self._error
 
 

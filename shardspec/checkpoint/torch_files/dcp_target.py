@@ -100,7 +100,7 @@ def _trailer(extents: Sequence[catalog.Extent], crcs: Sequence[int]) -> Iterator
 
 
 def _raw_value(value: object, start: int) -> list[catalog.RawBytes]:
-    """Return the stored bytes, at a file position, of a value that is not a tensor."""
+    """Return the bytes of a value that is not a tensor, to be written from position `start` on."""
     if not isinstance(value, StoredObject):
         return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
     first, *rest = catalog.copied_bytes(*value, start)

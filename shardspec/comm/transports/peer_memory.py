@@ -349,7 +349,7 @@ class PeerMemory:
             self._connections[peer].receive(_DONE, step, deadline)
 
     def _fill(self, stage: Stage, message: Message, peer: int, theirs: Table) -> None:
-        """Read a message from a peer's memory: all arrays of few pieces at once, others singly."""
+        """Read a message from a peer, with shards at `theirs`; arrays of few pieces all at once."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, their_rows = [nothing], [nothing]
         for copy in message:

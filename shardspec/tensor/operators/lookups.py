@@ -39,7 +39,7 @@ def _is_plain(*tensors: object) -> bool:
 
 
 def _embedding(args: Sequence[object], kwargs: Mapping[str, object]) -> TensorLike | None:
-    """Return the embedding of indices; it has a pending sum where the weight's rows are sharded."""
+    """Return an embedding, with a pending sum if rows are sharded; None for other arguments."""
     given = _bound(F.embedding, args, kwargs)
     if given is None or not _is_plain(given["input"], given["weight"]):
         return None
