@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 # `resharding`: maps in turn with several factors a slice; `comm`: rates between hosts from logs.
 # `input_files.py`: TOML that takes minutes to parse is refused.
 BUDGET = {
-    "shardspec": (46107, 183),  # 57 lines of worked examples
-    "shardspec/checkpoint": (19460, 72),
+    "shardspec": (46109, 183),  # 57 lines of worked examples
+    "shardspec/checkpoint": (19461, 72),
     "shardspec/cli": (3595, 13),
     "shardspec/comm": (4314, 20),
     "shardspec/explorer": (232, 1),
@@ -24,10 +24,10 @@ BUDGET = {
     "shardspec/interop": (669, 4),
     "shardspec/layout": (4861, 18),
     "shardspec/mesh": (1152, 5),
-    "shardspec/profiling": (379, 3),
+    "shardspec/profiling": (380, 3),
     "shardspec/resharding": (4690, 13),  # ways between hosts priced from merged copies
     "shardspec/tensor": (3383, 16),
-    "tests": (57191, 352),  # 98 lines hold the rules of plain English
+    "tests": (57192, 352),  # 98 lines hold the rules of plain English
 }
 
 

@@ -275,10 +275,10 @@ class MapOptions:
         return Path(str(checkpoint)) if beside else self.model
 
     def read(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | NameMap | None":
-        """Return the map or the model that renames a checkpoint's tensors; None without either.
+        """Return the new names of tensors, by --map or by --model; None if neither was given.
 
-        A map may use sizes of the model's config. With `stacked`, Megatron-core's names are those
-        in its checkpoints, where one tensor has all layers.
+        A map may use sizes of the model's config. With `stacked`, names of Megatron-core have no
+        layer numbers, as in its checkpoints, where one tensor has all layers.
         """
         if self.map is not None:
             from shardspec.resharding.name_map import NameMap

@@ -140,8 +140,9 @@ def fitted_links(
 ) -> LinkPreset:
     """Return the links of a cluster that fit measured times.
 
-    `between` names the link between hosts, if no run spans several hosts. Runs of one collective on
-    equally many devices make one curve. Raises `ProfileError` if no run is inside one host.
+    `between` is the preset of the link between hosts, used if no run spans several hosts. Runs of
+    one collective on equally many devices make one curve. Raises `ProfileError` if no run is inside
+    one host.
     """
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
     for run in runs:

@@ -49,7 +49,7 @@ from shardspec.checkpoint.convert.select import (
     config_of,
     select,
 )
-from shardspec.checkpoint.convert.sidecars import add_sidecars
+from shardspec.checkpoint.convert.sidecars import WITHOUT_SIDECARS, add_sidecars
 from shardspec.checkpoint.formats import (
     Format,
     Wanted,
@@ -628,9 +628,10 @@ def _laid_out(
         chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=chosen)
     if options.quantize is not None and not (target.directory and options.sidecars):
+        omit = "omit ", WITHOUT_SIDECARS
         raise CheckpointError(
-            f"{output}: {options.quantize} needs a config.json to record its block size; name a "
-            "directory, such as model/, and copy the non-weight files"
+            f"{output}: {options.quantize} needs a config.json to record its block size; ",
+            *(omit if target.directory else ("name a directory, such as model/",)),
         )
     if options.sidecars:
         dtype = None if choice.dtype is None else dtype_name(choice.dtype)

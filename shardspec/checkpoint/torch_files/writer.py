@@ -3,8 +3,8 @@
 Python's own pickler imports the classes that it names; this one writes the few instructions that a
 state dict and torch's checkpoint metadata need. The zip is not compressed, and every record starts
 at a multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the
-end, so that a file can be written from start to end. Every byte between records is where torch
-writes it, as torch may compute the places of records
+end, so that a file can be written from start to end. Records are at the offsets at which torch
+writes them, because torch may compute offsets instead of reading the directory
 (`torch.utils.serialization.config.load.calculate_storage_offsets`). Source: Lib/pickletools.py of
 CPython; APPNOTE.TXT of PKWARE, 4.3 to 4.5; torch/serialization.py, torch/_utils.py,
 caffe2/serialize/inline_container.cc and third_party/miniz of torch.
