@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain, product, repeat
+from math import ceil
 from shutil import get_terminal_size
 from typing import Final, TypeAlias
 
@@ -293,7 +294,7 @@ def shortened(text: str, width: int, front: float = 0.5) -> str:
     text = printable(text)
     keeps = width - 1
     while keeps > 0 and _width(text) > width:
-        first = round(keeps * front + 0.1)
+        first = ceil(keeps * front)
         cut = f"{text[:first]}…{text[len(text) - keeps + first :]}"
         if _width(cut) <= width:
             return cut
@@ -334,6 +335,6 @@ def natural_order(names: Iterable[str]) -> list[str]:
 
     def by_length(digits: re.Match[str]) -> str:
         number = digits[0].lstrip("0")
-        return f"\0{chr(len(number))}{number}"  # Python reads no number of more than 4,300 digits
+        return f"\0{len(number):09}{number}"  # Python reads no number of more than 4,300 digits
 
     return sorted(names, key=lambda name: (_DIGITS.sub(by_length, name), name))

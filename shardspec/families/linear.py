@@ -1,4 +1,4 @@
-"""Tells which weights of a model are to be quantized: those of linear layers."""
+"""Finds the weights of a model that quantization applies to: those of its linear layers."""
 
 import re
 from collections.abc import Iterable, Mapping

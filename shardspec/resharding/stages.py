@@ -381,7 +381,7 @@ class Far(NamedTuple):
 def _cheapest_stages(
     direct: PlanStage, cluster: Cluster, width_of: Callable[[int], int]
 ) -> tuple[PlanStage, ...]:
-    """Return one stage, or several of which some copy only inside hosts: the faster choice."""
+    """Return `direct` alone, or several stages that pass boxes on inside hosts, if faster."""
 
     def price(stages: Iterable[PlanStage]) -> float:
         return _seconds(stages, (), frozenset(), cluster)

@@ -229,7 +229,7 @@ def _check_model_types(sources: Sequence[Catalog]) -> None:
 
 
 class SummedCatalog(Assembled):
-    """A checkpoint whose tensors are weighted sums, but for some taken from the first."""
+    """A checkpoint of weighted sums of tensors; some tensors are those of the first checkpoint."""
 
     def __init__(self, sources: Sequence[Catalog], names: Sequence[str], choice: Choice) -> None:
         first = sources[0]

@@ -67,6 +67,7 @@ class Differentiable(TensorLike):
         for node, of_node in zip(nodes, given, strict=True):
             node.grad = of_node
 
+    # torch declares an attribute here, too.
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
         """True if the gradient is retained although this is not a leaf."""
